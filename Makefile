@@ -28,12 +28,13 @@ $(VENV)/.installed: settings.ini setup.py
 	  || echo 'no CPU build of torch on offer from the configured index: taking the default build'
 	@$(BIN)/pip install -q -e '.[dev]' 2>&1 | grep -v 'is ignored' || true
 	@$(BIN)/pip install -q --no-deps $(NO_DEPS) 2>&1 | grep -v 'is ignored' || true
-	@$(BIN)/python -c 'import cmtrag, torch, transformers, faiss, nbdev, papermill'
+	@$(BIN)/python -c 'import cmtrag, torch, transformers, faiss, nbdev, papermill; from cmtrag.llm import SmolLM; SmolLM().folder()' # converts the model once
 	@touch $@
 
 eval: setup
 	@mkdir -p outputs/40_eval
-	@$(BIN)/papermill nbs/40_eval.ipynb outputs/40_eval/_last.ipynb --log-output --no-progress-bar $(ARGS)
+	@bash -o pipefail -c "$(BIN)/papermill nbs/40_eval.ipynb outputs/40_eval/_last.ipynb --log-output --no-progress-bar $(ARGS) 2>&1 \
+	  | grep --line-buffered -Ev '^((Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|$$)'"
 
 test: setup
 	@$(BIN)/python tests/all.py

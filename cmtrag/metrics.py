@@ -6,7 +6,7 @@
 __all__ = ['ANSWER_F1', 'normalise_answer', 'exact_match', 'token_f1', 'hotpot_f1', 'gold_ctx', 'avg_paras', 'bleu1',
            'corpus_bleu1', 'rouge_l', 'MetricError', 'Interval', 'mean_interval', 'paired_bootstrap']
 
-# %% ../nbs/03_metrics.ipynb #01566db5
+# %% ../nbs/03_metrics.ipynb #6b806f8e
 import re, string
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Callable, Hashable, Iterable, Sequence
 import numpy as np
 
-# %% ../nbs/03_metrics.ipynb #35e7aa17
+# %% ../nbs/03_metrics.ipynb #acba8c37
 _no_punct = str.maketrans('', '', string.punctuation)
 _article  = re.compile(r'\b(a|an|the)\b')
 
@@ -24,7 +24,7 @@ def normalise_answer(
     "Lower-case, delete ASCII punctuation, drop articles, collapse white space (MuSiQue's evaluation rules)."
     return ' '.join(_article.sub(' ', s.lower().translate(_no_punct)).split())
 
-# %% ../nbs/03_metrics.ipynb #b9d4ee93
+# %% ../nbs/03_metrics.ipynb #bd639c6f
 def exact_match(
     pred:str,                    # The system's answer
     gold:str,                    # The accepted answer
@@ -33,7 +33,7 @@ def exact_match(
     "Does the normalised answer equal an accepted one? (EM)"
     return float(normalise_answer(pred) in {normalise_answer(g) for g in (gold, *aliases)})
 
-# %% ../nbs/03_metrics.ipynb #09751208
+# %% ../nbs/03_metrics.ipynb #73ab1443
 def _overlap_f1(p, g):
     same = sum((Counter(p) & Counter(g)).values())
     return 2*same/(len(p)+len(g)) if same else 0.  # 2PR/(P+R) with P = same/|p|, R = same/|g|
@@ -49,7 +49,7 @@ def token_f1(
     def f1(p, g): return _overlap_f1(p.split(), g.split()) if p and g else float(p == g)
     return _best(f1, pred, gold, aliases)
 
-# %% ../nbs/03_metrics.ipynb #3eed9056
+# %% ../nbs/03_metrics.ipynb #fee18b0f
 _closed = ('yes', 'no', 'noanswer')
 
 def hotpot_f1(
@@ -64,7 +64,7 @@ def hotpot_f1(
 # Which F1 each data set is scored by (Table 4); MuMu-QA follows MuSiQue.
 ANSWER_F1:dict[str,Callable] = {'musique':token_f1, 'hotpotqa':hotpot_f1, '2wiki':hotpot_f1}
 
-# %% ../nbs/03_metrics.ipynb #6f7cfee6
+# %% ../nbs/03_metrics.ipynb #d822be44
 def gold_ctx(
     context_ids:Iterable[str], # Ids of the paragraphs shown to the reader in the turn
     gold_ids:Iterable[str],    # Ids of the turn's gold supporting paragraphs
@@ -80,7 +80,7 @@ def avg_paras(
     ns = [len(set(c)) for c in contexts]
     return sum(ns)/len(ns) if ns else 0.
 
-# %% ../nbs/03_metrics.ipynb #f07ff717
+# %% ../nbs/03_metrics.ipynb #2161acf9
 @lru_cache
 def _nltk():
     from nltk.tokenize import wordpunct_tokenize
@@ -95,7 +95,7 @@ def bleu1(
     tokens,bleu = _nltk()
     return float(bleu([tokens(gold.lower())], tokens(pred.lower()), weights=(1,)))
 
-# %% ../nbs/03_metrics.ipynb #1a14467b
+# %% ../nbs/03_metrics.ipynb #2e376c98
 def corpus_bleu1(
     preds:Sequence[str], # The system's answers
     golds:Sequence[str], # The references, in the same order
@@ -104,7 +104,7 @@ def corpus_bleu1(
     from sacrebleu import BLEU
     return BLEU(max_ngram_order=1, effective_order=True, lowercase=True).corpus_score(list(preds), [list(golds)]).score/100
 
-# %% ../nbs/03_metrics.ipynb #3c4cab36
+# %% ../nbs/03_metrics.ipynb #dc7b78f5
 @lru_cache
 def _rouge():
     from rouge_score.rouge_scorer import RougeScorer
@@ -117,7 +117,7 @@ def rouge_l(
     "F-measure of the longest common subsequence of stemmed words (ROUGE-L, Table 4)."
     return float(_rouge().score(gold, pred)['rougeL'].fmeasure)
 
-# %% ../nbs/03_metrics.ipynb #c017d2f4
+# %% ../nbs/03_metrics.ipynb #2c4474ef
 class MetricError(ValueError):
     "Scores that can't be compared: of different number, or not finite."
 
@@ -139,7 +139,7 @@ class Interval:
         return {k: v if v == v else None for k,v in self.__dict__.items()}
     def __str__(self): return f'{100*self.mean:.1f} [{100*self.low:.1f}, {100*self.high:.1f}] (n={self.n})'.replace('nan [nan, nan]', '–').replace(' [nan, nan]', '')
 
-# %% ../nbs/03_metrics.ipynb #331e52d7
+# %% ../nbs/03_metrics.ipynb #72c41873
 def _clusters(values, clusters):
     "Sums and numbers of values, per cluster in order of first appearance"
     number = {c:i for i,c in enumerate(dict.fromkeys(clusters))}
@@ -154,7 +154,7 @@ def _resample(total, count, n, seed):
         out.append(total[pick].sum(1)/count[pick].sum(1))
     return np.concatenate(out)                                               # (n,)
 
-# %% ../nbs/03_metrics.ipynb #2004a298
+# %% ../nbs/03_metrics.ipynb #1018c9fc
 def mean_interval(
     values:Sequence[float|None],            # One score per turn; `None` where the turn has none
     clusters:Sequence[Hashable]|None=None,  # Dialogue of each turn; without it every turn stands alone
@@ -175,7 +175,7 @@ def mean_interval(
     low,high = np.quantile(_resample(total, count, n, seed), [(1-level)/2, (1+level)/2])
     return Interval(mean, float(low), float(high), len(kept), len(total))
 
-# %% ../nbs/03_metrics.ipynb #41438a6c
+# %% ../nbs/03_metrics.ipynb #537b5b5b
 def paired_bootstrap(
     a:Sequence[float|None],                 # Scores of one system, one per turn
     b:Sequence[float|None],                 # Scores of the other on the same turns

@@ -7,7 +7,7 @@ __all__ = ['SHAPES', 'READERS', 'SourceError', 'Field', 'read_rows', 'Paragraph'
            'Hop', 'Question', 'hop_shape', 'rewrite_refs', 'Source', 'read_musique', 'read_gold_only', 'read_hotpotqa',
            'read_2wiki', 'read_paragraph_pool', 'detect', 'read_source']
 
-# %% ../nbs/01_sources.ipynb #061816f5
+# %% ../nbs/01_sources.ipynb #912d8fee
 import hashlib, json, re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ from typing import Iterable, Iterator
 from fastcore.basics import patch
 from .traces import answer_refs
 
-# %% ../nbs/01_sources.ipynb #55a0f95f
+# %% ../nbs/01_sources.ipynb #ad82a6c4
 class SourceError(ValueError):
     "A source file or one of its rows cannot be used; `file`, `line` (from 1; 0 is the file as a whole) and `field` say where."
     def __init__(self, msg, file='', line=0, field=''):
         self.file,self.line,self.field = str(file),line,field
         super().__init__(f'{file}:{line}: field {field!r}: {msg}' if file else msg)
 
-# %% ../nbs/01_sources.ipynb #982c9fc8
+# %% ../nbs/01_sources.ipynb #c0f80d4a
 class Field:
     "A JSON value `v` with its place in a file."
     __slots__ = ('v','file','line','path')
@@ -40,7 +40,7 @@ class Field:
         "Raise `SourceError` with this place."
         raise SourceError(msg, self.file, self.line, self.path or '<row>')
 
-# %% ../nbs/01_sources.ipynb #fc0bffa3
+# %% ../nbs/01_sources.ipynb #805e0815
 _names = {str:'text', int:'a whole number', bool:'true or false', list:'a list', dict:'an object', type(None):'null', float:'a number'}
 
 def _show(v):
@@ -56,7 +56,7 @@ def expect(self:Field,
     if type(self.v) is not typ: self.fail(f'expected {_names[typ]}, got {_show(self.v)}')
     return self.v
 
-# %% ../nbs/01_sources.ipynb #778c884c
+# %% ../nbs/01_sources.ipynb #486479f1
 @patch
 def __getitem__(self:Field,
     k:str # Name of a field
@@ -73,7 +73,7 @@ def has(self:Field,
     "Is there a field `k` that is neither null nor an empty list?"
     return self.expect(dict).get(k) not in (None, [])
 
-# %% ../nbs/01_sources.ipynb #a18e24d1
+# %% ../nbs/01_sources.ipynb #486ed261
 @patch
 def items(self:Field,
     n:int=None # Number of elements that there must be
@@ -93,7 +93,7 @@ def text(self:Field,
     except UnicodeEncodeError as e: self.fail(f'holds {ascii(s[e.start])}, half a surrogate pair')
     return s
 
-# %% ../nbs/01_sources.ipynb #f432e68f
+# %% ../nbs/01_sources.ipynb #e8da1cd2
 def _no_nan(s): raise ValueError(f'{s} is not JSON')
 _json = json.JSONDecoder(parse_constant=_no_nan)
 _blank = re.compile(r'[ \t\r\n]*')
@@ -103,7 +103,7 @@ def _decode(s, file, line, pos=0, path='<row>'):
     except json.JSONDecodeError as e: raise SourceError(f'not JSON: {e.msg} at character {e.pos}', file, line, path) from None
     except (ValueError, RecursionError) as e: raise SourceError(f'not JSON that we can read: {e}'[:120], file, line, path) from None
 
-# %% ../nbs/01_sources.ipynb #7e6b3c28
+# %% ../nbs/01_sources.ipynb #47b3801d
 def _line_rows(f, file):
     for n,b in enumerate(f, 1):
         try: s = b.removeprefix(b'\xef\xbb\xbf').decode()
@@ -113,7 +113,7 @@ def _line_rows(f, file):
         if _blank.match(s, end).end() < len(s): raise SourceError(f'more text after the row: {_show(s[end:end+40])}', file, n, '<row>')
         yield Field(v, file, n)
 
-# %% ../nbs/01_sources.ipynb #24c4b329
+# %% ../nbs/01_sources.ipynb #a2f18e99
 def _list_rows(b, file):
     try: s = b.decode('utf-8-sig')
     except UnicodeDecodeError as e: raise SourceError(f'not UTF-8: {e.reason} at byte {e.start}', file, b.count(b'\n', 0, e.start)+1, '<row>') from None
@@ -129,7 +129,7 @@ def _list_rows(b, file):
         pos = skip(pos+1)
     if (pos := skip(pos+1)) < len(s): raise SourceError(f'more text after the list: {_show(s[pos:pos+20])}', file, s.count('\n', 0, pos)+1, '<row>')
 
-# %% ../nbs/01_sources.ipynb #ba4c9cc5
+# %% ../nbs/01_sources.ipynb #9c6918fa
 def read_rows(
     path, # A `.jsonl` file, or a `.json` file that is one list
 )->Iterator[Field]: # The rows, wrapped with file and line
@@ -145,7 +145,7 @@ def read_rows(
             yield row
     if not n: raise SourceError('holds no rows', file, 0, '<file>')
 
-# %% ../nbs/01_sources.ipynb #dbe73aa5
+# %% ../nbs/01_sources.ipynb #04625ff9
 @dataclass(frozen=True)
 class Paragraph:
     "A retrieval unit: a title and a text."
@@ -167,7 +167,7 @@ def make_paragraph(
     "A paragraph with the id that belongs to its content."
     return Paragraph(paragraph_id(title, text), title, text)
 
-# %% ../nbs/01_sources.ipynb #5164348a
+# %% ../nbs/01_sources.ipynb #a9a1c3d0
 class Corpus:
     "An ordered set of paragraphs, looked up by id."
     def __init__(self,
@@ -190,7 +190,7 @@ class Corpus:
         "16 hexadecimal digits that depend on which paragraphs there are, not on their order."
         return hashlib.sha256('\n'.join(sorted(self._by_id)).encode()).hexdigest()[:16]
 
-# %% ../nbs/01_sources.ipynb #37c07f00
+# %% ../nbs/01_sources.ipynb #c0b2b6be
 @patch
 def add(self:Corpus,
     paragraphs:Iterable[Paragraph] # Another corpus will do
@@ -201,7 +201,7 @@ def add(self:Corpus,
 @patch
 def _repr_markdown_(self:Corpus): return f'**Corpus** `{self.hash}` · {len(self):,} paragraphs'
 
-# %% ../nbs/01_sources.ipynb #15ca8498
+# %% ../nbs/01_sources.ipynb #204b1e8d
 @patch
 def save(self:Corpus,
     path # File to write, JSON lines
@@ -222,7 +222,7 @@ def load(cls:Corpus,
         return p
     return cls(one(row) for row in read_rows(path))
 
-# %% ../nbs/01_sources.ipynb #93865ab7
+# %% ../nbs/01_sources.ipynb #cb5a5dfa
 @dataclass(frozen=True)
 class Hop:
     "One single-hop step of a question."
@@ -238,7 +238,7 @@ class Hop:
         "Numbers of the hops whose answers this one needs."
         return answer_refs(self.question)
 
-# %% ../nbs/01_sources.ipynb #b4d220c6
+# %% ../nbs/01_sources.ipynb #c9d50fda
 @dataclass(frozen=True)
 class Question:
     "A multi-hop question with its hops and paragraphs."
@@ -258,7 +258,7 @@ class Question:
         used = {k for h in self.hops for k in h.refs}
         return bool(self.hops) and used == set(range(1, len(self.hops))) and self.hops[-1].answer == self.answer
 
-# %% ../nbs/01_sources.ipynb #4b99d9b4
+# %% ../nbs/01_sources.ipynb #df80a8d4
 SHAPES = {'2hop' : ((), (1,)),
           '3hop1': ((), (1,), (2,)),       '3hop2': ((), (), (1,2)),
           '4hop1': ((), (1,), (2,), (3,)), '4hop2': ((), (), (1,2), (3,)), '4hop3': ((), (1,), (), (2,3))}
@@ -270,7 +270,7 @@ def hop_shape(
     s = tuple(tuple(sorted(h.refs)) for h in hops)
     return next((k for k,v in SHAPES.items() if v == s), f'{len(s)}hop-other')
 
-# %% ../nbs/01_sources.ipynb #c50493bc
+# %% ../nbs/01_sources.ipynb #29703617
 _hash_ref = re.compile(r'#([0-9]+)(?!\w)')
 _literal  = re.compile(r'\[(\\*)A_([1-9]\d*)\]')
 
@@ -287,8 +287,8 @@ def rewrite_refs(
         return f'[A_{j}]'
     return _hash_ref.sub(one, _quote(q.text()))
 
-# %% ../nbs/01_sources.ipynb #a610a470
-@dataclass
+# %% ../nbs/01_sources.ipynb #8be3c205
+@dataclass(repr=False)
 class Source:
     "The questions of one file, their paragraphs, and the account of what was read."
     questions:list[Question]
@@ -297,12 +297,13 @@ class Source:
     licence:str=''          # Of the data
     name:str=''             # Of the file, without its ending
 
+    def __repr__(self): return f'Source {self.name}: {len(self.questions)} questions, {len(self.corpus):,} paragraphs'
     def _repr_markdown_(self):
         shapes = Counter(q.shape for q in self.questions)
         rows = [*self.counts.items(), *((f'shape {k}', shapes[k]) for k in sorted(shapes)), ('paragraphs in the corpus', len(self.corpus))]
         return '\n'.join([f'**{self.name}** · {self.licence}', '', '| | |', '|---|--:|', *(f'| {k.replace("_", " ")} | {v:,} |' for k,v in rows)])
 
-# %% ../nbs/01_sources.ipynb #d614c6ee
+# %% ../nbs/01_sources.ipynb #3bfb1df0
 def _collect(path, one, licence, id_field='id'):
     qs,paras,seen = [],{},{}
     n = Counter(read=0, kept=0, unanswerable=0, without_paragraphs=0)
@@ -320,7 +321,7 @@ def _collect(path, one, licence, id_field='id'):
         n['without_paragraphs'] += not ps
     return Source(qs, Corpus(paras.values()), dict(n), licence, Path(path).stem)
 
-# %% ../nbs/01_sources.ipynb #79cacdf1
+# %% ../nbs/01_sources.ipynb #732145e6
 def _texts(row, key): return tuple(x.text() for x in row[key].items()) if row.has(key) else ()
 def _paragraph(f, title, text):
     t,s = title.text(blank=True),text.text(blank=True)
@@ -336,7 +337,7 @@ def _musique_paragraphs(row):
         out[i] = _paragraph(f, f['title'], f['paragraph_text']),f['is_supporting'].expect(bool)
     return out
 
-# %% ../nbs/01_sources.ipynb #f4224d41
+# %% ../nbs/01_sources.ipynb #96e3bfd0
 def _hop(h, k, paras, key, blank=False):
     q,a = rewrite_refs(h['question'], k),h['answer'].text(blank)
     i = h[key].v if paras else None
@@ -345,7 +346,7 @@ def _hop(h, k, paras, key, blank=False):
     if '>>' in q and not (sep and subject.strip() and relation.strip()): h['question'].fail("expected 'X >> relation' with both sides filled")
     return Hop(q, a, (), (paras[i][0].id,) if i is not None else (), relation.strip() if sep else '', subject.strip())
 
-# %% ../nbs/01_sources.ipynb #bf1b6dc6
+# %% ../nbs/01_sources.ipynb #22e2eb7d
 def _musique(row, paras, key):
     "A row → (question or `None`, its paragraphs, remarks)"
     no_answer = 'answerable' in row.v and not row['answerable'].expect(bool)
@@ -362,7 +363,7 @@ def _musique(row, paras, key):
     q = Question(id, text, answer, aliases, tuple(hops), tuple(dict.fromkeys(p.id for p in ps)), tuple(dict.fromkeys(gold+marked)), shape, 'musique')
     return q,ps,_remarks(q, gold, marked)
 
-# %% ../nbs/01_sources.ipynb #91b2e94b
+# %% ../nbs/01_sources.ipynb #efd305b6
 def _remarks(q, gold, marked):
     return {k:v for k,v in dict(hops_without_support=sum(not h.para_ids for h in q.hops) if q.para_ids else 0, support_marks_differ=int(set(gold) != set(marked)),
                                 final_answer_differs=int(q.hops[-1].answer != q.answer)).items() if v}
@@ -374,7 +375,7 @@ def read_musique(
     "Read MuSiQue; `SourceError` names file, line and field."
     return _collect(path, lambda row: _musique(row, _musique_paragraphs(row), 'paragraph_support_idx'), licence)
 
-# %% ../nbs/01_sources.ipynb #48659439
+# %% ../nbs/01_sources.ipynb #ad52b608
 def _gold_only(row):
     paras,found = {},Counter()
     for f in row['support_paragraphs'].items():
@@ -393,7 +394,7 @@ def read_gold_only(
     "Read MuSiQue rows that carry their gold passages only, joined by `document_id`; `SourceError` names file, line and field."
     return _collect(path, _gold_only, licence)
 
-# %% ../nbs/01_sources.ipynb #d9068081
+# %% ../nbs/01_sources.ipynb #102b6318
 def _context(row, glue):
     "The paragraphs of a row, and title → [(paragraph, number of sentences)]"
     ps,titles = [],{}
@@ -405,7 +406,7 @@ def _context(row, glue):
         titles.setdefault(title.v, []).append((p, len(ss)))
     return ps,titles
 
-# %% ../nbs/01_sources.ipynb #fb66da7c
+# %% ../nbs/01_sources.ipynb #a6a4fb43
 def _facts(row, titles):
     "Supporting paragraphs (title → ids, in order of first mention), and how many sentence numbers are out of range"
     gold,beyond = {},0
@@ -426,7 +427,7 @@ def _wiki_question(row, glue, dataset):
                  gold_ids=tuple(dict.fromkeys(i for ids in gold.values() for i in ids)), shape=row['type'].text(), dataset=dataset)
     return q,ps,gold,{'sentence_out_of_range':beyond} if beyond else {}
 
-# %% ../nbs/01_sources.ipynb #a314e4f4
+# %% ../nbs/01_sources.ipynb #6696d7b2
 def read_hotpotqa(
     path,                       # HotpotQA in its official schema: one JSON list, or JSON lines
     licence:str='CC BY-SA 4.0', # Licence of the data
@@ -437,7 +438,7 @@ def read_hotpotqa(
         return q,ps,remarks
     return _collect(path, one, licence, '_id')
 
-# %% ../nbs/01_sources.ipynb #9ce02e3f
+# %% ../nbs/01_sources.ipynb #fc3cda9d
 def _evidence_hops(row, gold):
     "Triples → hops"
     hops,at,subjects = [],{},[]
@@ -451,7 +452,7 @@ def _evidence_hops(row, gold):
     para = dict(zip(names, gold.values())) if len(names) == len(gold) else {}
     return tuple(replace(h, para_ids=gold.get(s, para.get(s, ()))) for h,s in zip(hops, subjects))
 
-# %% ../nbs/01_sources.ipynb #7dfb0d30
+# %% ../nbs/01_sources.ipynb #b1104648
 def read_2wiki(
     path,                     # 2WikiMultiHopQA in its official schema: one JSON list, or JSON lines
     licence:str='Apache-2.0 (texts: Wikipedia, CC BY-SA)', # Licence of the data
@@ -464,14 +465,14 @@ def read_2wiki(
         return replace(q, hops=hops),ps,remarks
     return _collect(path, one, licence, '_id')
 
-# %% ../nbs/01_sources.ipynb #e83c74f9
+# %% ../nbs/01_sources.ipynb #d6191d39
 def read_paragraph_pool(
     path, # JSON lines with `title` and `text`
 )->Corpus: # In file order
     "Read a retrieval pool; `SourceError` names file, line and field."
     return Corpus(_paragraph(row, row['title'], row['text']) for row in read_rows(path))
 
-# %% ../nbs/01_sources.ipynb #d416e871
+# %% ../nbs/01_sources.ipynb #35e59ba6
 READERS = {'musique':read_musique, 'gold_only':read_gold_only, 'hotpotqa':read_hotpotqa, '2wiki':read_2wiki}
 _marks = (('gold_only', 'support_paragraphs'), ('musique', 'question_decomposition'), ('2wiki', 'evidences'), ('hotpotqa', 'supporting_facts'))
 
@@ -485,7 +486,7 @@ def detect(
     hint = 'it looks like a paragraph pool, see read_paragraph_pool' if {'title','text'} <= set(row.v) else f'known formats: {", ".join(READERS)}'
     row.fail(f'none of {", ".join(m for _,m in _marks)} is among its fields; {hint}')
 
-# %% ../nbs/01_sources.ipynb #044f56b8
+# %% ../nbs/01_sources.ipynb #1bea7d17
 def read_source(
     path,                # File in the official schema of MuSiQue, HotpotQA or 2WikiMultiHopQA
     dataset:str='auto',  # A key of `READERS`, or `auto`: tell by the first row

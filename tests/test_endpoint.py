@@ -47,12 +47,12 @@ def test_real_server(tmp_path):
                 break
             except OSError: time.sleep(1)
             assert server.poll() is None, (tmp_path/'server.log').read_text()[-3000:]
-        llm = EndpointLLM(f'http://127.0.0.1:{port}/v1', str(folder))
+        llm = EndpointLLM(f'http://127.0.0.1:{port}/v1', str(folder), name='smollm2-135m-instruct')
         llm.check()
         if os.environ.get('CMTRAG_RECORD'):
             REPLIES.parent.mkdir(exist_ok=True)
             REPLIES.unlink(missing_ok=True)
-            llm = RecordedLLM(REPLIES, llm)
+            llm = RecordedLLM(REPLIES, llm, raw=False)
         check(*hold_one(llm))
     finally:
         server.terminate()
