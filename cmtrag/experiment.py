@@ -8,7 +8,7 @@ __all__ = ['SYSTEMS', 'EVAL_DEFAULTS', 'EVAL_CHECKS', 'PAIRS', 'eval_source', 'e
            'score_run', 'summarise', 'table', 'differences', 'plot_scores', 'plot_seconds', 'show_dialogue',
            'pick_dialogue']
 
-# %% ../nbs/39_experiment.ipynb #bda25744
+# %% ../nbs/39_experiment.ipynb #12032ee6
 import dataclasses, difflib, hashlib, json
 from types import SimpleNamespace
 from .traces import Turn, from_dict, to_dict
@@ -21,8 +21,9 @@ from .generator import GoldGenerator
 from .dag import TraceDAG, edge_types
 from .pipeline import CMTSystem, DirectSystem
 from .profiles import load_profile, reader_name, readers
+from .reader import find_prompt
 
-# %% ../nbs/39_experiment.ipynb #7839e9c9
+# %% ../nbs/39_experiment.ipynb #851a474e
 def eval_source(
     source:str,   # `'world'`, or a file of MuSiQue rows
     split:str,    # Split of the sample world; only a label for a file
@@ -44,14 +45,14 @@ def eval_dialogues(
     if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
     return data
 
-# %% ../nbs/39_experiment.ipynb #bed64b48
+# %% ../nbs/39_experiment.ipynb #4f44e156
 def _cmt(gold_answers, links): return lambda name,retriever,reader,k,kw: CMTSystem(
     name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, **kw)
 
 SYSTEMS = {'direct': lambda name,retriever,reader,k,kw: DirectSystem(retriever, reader, k=k, name=name),
            'oracle': _cmt(False, True), 'oracle-gold': _cmt(True, True), 'no-links': _cmt(False, False), 'no-links-gold': _cmt(True, False)}
 
-# %% ../nbs/39_experiment.ipynb #79bab59e
+# %% ../nbs/39_experiment.ipynb #76a5ff7d
 def system_names(
     names:str, # Comma-separated
 )->list[str]: # Keys of `SYSTEMS`, in the order given
@@ -74,7 +75,7 @@ def make_systems(
     "The systems of an evaluation, all on one index and one reader."
     return [SYSTEMS[n](n, retriever, reader, k, switches) for n in names]
 
-# %% ../nbs/39_experiment.ipynb #aa614c25
+# %% ../nbs/39_experiment.ipynb #c499d669
 def turn_key(system, dialogue, turn):
     "The key of a turn in a run's record."
     return f'{system}/{dialogue}/{turn}'
@@ -95,7 +96,7 @@ def hold_recorded(
         folder.append(dict(system=system.name, dialogue=dialogue.id, turn=u.turn, result=to_dict(t), state=s.dump_state()), key)
         yield True
 
-# %% ../nbs/39_experiment.ipynb #81b5225f
+# %% ../nbs/39_experiment.ipynb #a523646b
 def _answered(jobs, folder, workers):
     if workers<=1:
         for j in jobs: yield from hold_recorded(*j, folder)
@@ -116,7 +117,7 @@ def run_systems(
     now = sum(progress(steps, total=total, desc='turns') if show else steps)
     return dict(answered=now, resumed=total-now)
 
-# %% ../nbs/39_experiment.ipynb #8764a736
+# %% ../nbs/39_experiment.ipynb #80d254cf
 EVAL_DEFAULTS = dict(profile='small', reader='', systems='direct,oracle,oracle-gold,no-links', source='world', split='dev', limit=8, k=0, seed=0, workers=0, tag='')
 
 def check_source(
@@ -138,15 +139,16 @@ def eval_config(
     "The resolved configuration of an evaluation."
     prof,d = load_profile(p.profile),vars(p)
     reader = reader_name(prof, p.reader)
+    settings_of = readers()[reader]
     settings = {k: v for k,v in dataclasses.asdict(prof).items() if k not in ('about','workers','reader','k')}
-    return dict(profile=settings, reader={'name': reader, **readers()[reader]}, systems=system_names(p.systems), k=p.k or prof.k, split=p.split, limit=p.limit, seed=p.seed,
+    return dict(profile=settings, reader={'name': reader, **settings_of, 'prompt_version': find_prompt(settings_of['prompt'], reader).version}, systems=system_names(p.systems), k=p.k or prof.k, split=p.split, limit=p.limit, seed=p.seed,
                 tag=p.tag, source=p.source if p.source=='world' else resolve_path(p.source))
 
 def published_run():
     "Folder of the run that `make eval` makes: `40_eval` with its default parameters."
     return project_root()/'outputs'/'40_eval'/run_id(eval_config(SimpleNamespace(**EVAL_DEFAULTS)))
 
-# %% ../nbs/39_experiment.ipynb #f39615fe
+# %% ../nbs/39_experiment.ipynb #333d3c32
 def _distance(u, turn_of): return max((u.turn-turn_of[e.dep] for t in u.traces for e in t.edges if e.cross_turn), default=0)
 
 def score_turn(
@@ -174,7 +176,7 @@ def score_run(
     rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values() if r['dialogue'] in by_id]
     return pd.DataFrame(sorted(rows, key=lambda r: (r['system'], order[r['dialogue']], r['turn'])))
 
-# %% ../nbs/39_experiment.ipynb #27a9fb88
+# %% ../nbs/39_experiment.ipynb #c1c189cd
 def summarise(
     scores, # From `score_run`
 )->dict: # `{'systems': {name: figures}}`, the content of `metrics.json`
@@ -194,7 +196,7 @@ def summarise(
         out[name] = {k: (round(float(v), 6) if isinstance(v, float) else v) for k,v in r.items()}
     return {'systems': out}
 
-# %% ../nbs/39_experiment.ipynb #5f48a1b1
+# %% ../nbs/39_experiment.ipynb #d84ea46b
 def table(
     metrics:dict,  # From `summarise`
     names:list,    # Order of the rows
@@ -208,7 +210,7 @@ def table(
         'plan / retrieve / read s': f"{r['plan']:.3f} / {r['retrieve']:.3f} / {r['read']:.2f}"}
     return pd.DataFrame([row(n, metrics['systems'][n]) for n in names if n in metrics['systems']])
 
-# %% ../nbs/39_experiment.ipynb #89002343
+# %% ../nbs/39_experiment.ipynb #5c1b7f96
 PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle')]
 
 def differences(
@@ -230,7 +232,7 @@ def differences(
                              'excludes 0': i.excludes_zero, 'turns': len(d)})
     return pd.DataFrame(rows)
 
-# %% ../nbs/39_experiment.ipynb #0493604e
+# %% ../nbs/39_experiment.ipynb #13976367
 def _lines(ax, scores, by, label, names, col):
     for n in names:
         g = scores[scores.system==n].groupby(by, observed=True)[col].agg(['mean','size'])
@@ -257,7 +259,7 @@ def plot_scores(
     axs[0,0].legend(fontsize=8); fig.suptitle(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #6a9cc558
+# %% ../nbs/39_experiment.ipynb #7f274fa3
 def plot_seconds(
     metrics:dict, # From `summarise`
     names:list,   # Systems
@@ -273,7 +275,7 @@ def plot_seconds(
     ax.invert_yaxis(); ax.set_xlabel('seconds a turn'); ax.legend(); ax.set_title(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #d2be0ebb
+# %% ../nbs/39_experiment.ipynb #7146f627
 def _cell(s): return s.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')
 
 def _said(answer, gold, aliases, ok=exact_match):
@@ -297,7 +299,7 @@ def show_dialogue(
     dag = TraceDAG(nodes, {k: v for k,v in found.items() if v})
     return '\n'.join([*rows, '', '```mermaid', dag.mermaid(edge_types(dialogue), queries=dialogue.queries), '```'])
 
-# %% ../nbs/39_experiment.ipynb #10a4244f
+# %% ../nbs/39_experiment.ipynb #9d887748
 def pick_dialogue(
     dialogues:list, # Dialogues of a run
 ): # One of them

@@ -6,7 +6,7 @@
 __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_folders', 'read_params', 'check_keys', 'Profile',
            'profile_names', 'load_profile', 'make_retriever', 'readers', 'reader_name', 'make_llm', 'make_reader']
 
-# %% ../nbs/28_profiles.ipynb #cfd55c2e
+# %% ../nbs/28_profiles.ipynb #d323054e
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import Reader
 
-# %% ../nbs/28_profiles.ipynb #4c12c0f0
+# %% ../nbs/28_profiles.ipynb #cbc07e90
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -24,7 +24,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #b035b5e3
+# %% ../nbs/28_profiles.ipynb #188cd7ba
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -39,7 +39,7 @@ def read_params(
         out |= d
     return out
 
-# %% ../nbs/28_profiles.ipynb #03fcbd7d
+# %% ../nbs/28_profiles.ipynb #bccbeb40
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -54,7 +54,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #cbab2b70
+# %% ../nbs/28_profiles.ipynb #d29cbd70
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -68,7 +68,7 @@ class Profile:
     reader:str='smol'         # A name of `readers.yaml`
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #19a0945f
+# %% ../nbs/28_profiles.ipynb #5d8ae5d5
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     return sorted({p.stem for f in params_folders() if f.is_dir() for p in f.glob('*.yaml') if 'encoder' in read_params(p.stem)})
@@ -84,7 +84,7 @@ def load_profile(
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #fcd129b3
+# %% ../nbs/28_profiles.ipynb #d54236ef
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -98,7 +98,7 @@ def make_retriever(
     "Encode and index a corpus once, then search it."
     return Retriever(index_for(corpus, ENCODERS[profile.encoder]()), corpus)
 
-# %% ../nbs/28_profiles.ipynb #1bcfdca2
+# %% ../nbs/28_profiles.ipynb #4f5e5db7
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('smollm', 'endpoint')
 
@@ -119,7 +119,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #f861fece
+# %% ../nbs/28_profiles.ipynb #e0abbc38
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
