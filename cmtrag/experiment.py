@@ -8,7 +8,7 @@ __all__ = ['SYSTEMS', 'EVAL_DEFAULTS', 'EVAL_CHECKS', 'PAIRS', 'eval_source', 'e
            'score_run', 'summarise', 'table', 'differences', 'plot_scores', 'plot_seconds', 'show_dialogue',
            'pick_dialogue']
 
-# %% ../nbs/39_experiment.ipynb #12032ee6
+# %% ../nbs/39_experiment.ipynb #264d0136
 import dataclasses, difflib, hashlib, json
 from types import SimpleNamespace
 from .traces import Turn, from_dict, to_dict
@@ -23,7 +23,7 @@ from .pipeline import CMTSystem, DirectSystem
 from .profiles import load_profile, reader_name, readers
 from .reader import find_prompt
 
-# %% ../nbs/39_experiment.ipynb #851a474e
+# %% ../nbs/39_experiment.ipynb #3ee6d4cb
 def eval_source(
     source:str,   # `'world'`, or a file of MuSiQue rows
     split:str,    # Split of the sample world; only a label for a file
@@ -41,18 +41,20 @@ def eval_dialogues(
 )->MuMuQA: # Dialogues, corpus and counts
     "Assemble `limit` dialogues (Section 2.2); `SourceError` when the questions do not yield a single one."
     n_long = limit//8 if limit>=8 else int(limit>=4)
-    data = assemble(src, split=split, seed=seed, n_short=limit-n_long, n_long=n_long, fewest=(14,20))
+    data = assemble(src, split=split, seed=seed, n_short=limit-n_long+8*n_long, n_long=n_long, fewest=(14,20))
+    inside = {u.session for d in data.long for u in d.turns}
+    data = dataclasses.replace(data, dialogues=[d for d in data.short if d.id not in inside][:limit-n_long]+data.long)
     if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
     return data
 
-# %% ../nbs/39_experiment.ipynb #4f44e156
+# %% ../nbs/39_experiment.ipynb #bb51f496
 def _cmt(gold_answers, links): return lambda name,retriever,reader,k,kw: CMTSystem(
     name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, **kw)
 
 SYSTEMS = {'direct': lambda name,retriever,reader,k,kw: DirectSystem(retriever, reader, k=k, name=name),
            'oracle': _cmt(False, True), 'oracle-gold': _cmt(True, True), 'no-links': _cmt(False, False), 'no-links-gold': _cmt(True, False)}
 
-# %% ../nbs/39_experiment.ipynb #76a5ff7d
+# %% ../nbs/39_experiment.ipynb #6d81e0cb
 def system_names(
     names:str, # Comma-separated
 )->list[str]: # Keys of `SYSTEMS`, in the order given
@@ -75,7 +77,7 @@ def make_systems(
     "The systems of an evaluation, all on one index and one reader."
     return [SYSTEMS[n](n, retriever, reader, k, switches) for n in names]
 
-# %% ../nbs/39_experiment.ipynb #c499d669
+# %% ../nbs/39_experiment.ipynb #d8dc5250
 def turn_key(system, dialogue, turn):
     "The key of a turn in a run's record."
     return f'{system}/{dialogue}/{turn}'
@@ -96,7 +98,7 @@ def hold_recorded(
         folder.append(dict(system=system.name, dialogue=dialogue.id, turn=u.turn, result=to_dict(t), state=s.dump_state()), key)
         yield True
 
-# %% ../nbs/39_experiment.ipynb #a523646b
+# %% ../nbs/39_experiment.ipynb #9b66f615
 def _answered(jobs, folder, workers):
     if workers<=1:
         for j in jobs: yield from hold_recorded(*j, folder)
@@ -117,7 +119,7 @@ def run_systems(
     now = sum(progress(steps, total=total, desc='turns') if show else steps)
     return dict(answered=now, resumed=total-now)
 
-# %% ../nbs/39_experiment.ipynb #80d254cf
+# %% ../nbs/39_experiment.ipynb #c22b9cc5
 EVAL_DEFAULTS = dict(profile='small', reader='', systems='direct,oracle,oracle-gold,no-links', source='world', split='dev', limit=8, k=0, seed=0, workers=0, tag='')
 
 def check_source(
@@ -148,7 +150,7 @@ def published_run():
     "Folder of the run that `make eval` makes: `40_eval` with its default parameters."
     return project_root()/'outputs'/'40_eval'/run_id(eval_config(SimpleNamespace(**EVAL_DEFAULTS)))
 
-# %% ../nbs/39_experiment.ipynb #333d3c32
+# %% ../nbs/39_experiment.ipynb #ec8971d9
 def _distance(u, turn_of): return max((u.turn-turn_of[e.dep] for t in u.traces for e in t.edges if e.cross_turn), default=0)
 
 def score_turn(
@@ -176,7 +178,7 @@ def score_run(
     rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values() if r['dialogue'] in by_id]
     return pd.DataFrame(sorted(rows, key=lambda r: (r['system'], order[r['dialogue']], r['turn'])))
 
-# %% ../nbs/39_experiment.ipynb #c1c189cd
+# %% ../nbs/39_experiment.ipynb #1de1b7bf
 def summarise(
     scores, # From `score_run`
 )->dict: # `{'systems': {name: figures}}`, the content of `metrics.json`
@@ -196,7 +198,7 @@ def summarise(
         out[name] = {k: (round(float(v), 6) if isinstance(v, float) else v) for k,v in r.items()}
     return {'systems': out}
 
-# %% ../nbs/39_experiment.ipynb #d84ea46b
+# %% ../nbs/39_experiment.ipynb #52f12fcd
 def table(
     metrics:dict,  # From `summarise`
     names:list,    # Order of the rows
@@ -210,7 +212,7 @@ def table(
         'plan / retrieve / read s': f"{r['plan']:.3f} / {r['retrieve']:.3f} / {r['read']:.2f}"}
     return pd.DataFrame([row(n, metrics['systems'][n]) for n in names if n in metrics['systems']])
 
-# %% ../nbs/39_experiment.ipynb #5c1b7f96
+# %% ../nbs/39_experiment.ipynb #ee093741
 PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle')]
 
 def differences(
@@ -232,7 +234,7 @@ def differences(
                              'excludes 0': i.excludes_zero, 'turns': len(d)})
     return pd.DataFrame(rows)
 
-# %% ../nbs/39_experiment.ipynb #13976367
+# %% ../nbs/39_experiment.ipynb #5f8662c7
 def _lines(ax, scores, by, label, names, col):
     for n in names:
         g = scores[scores.system==n].groupby(by, observed=True)[col].agg(['mean','size'])
@@ -259,7 +261,7 @@ def plot_scores(
     axs[0,0].legend(fontsize=8); fig.suptitle(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #7f274fa3
+# %% ../nbs/39_experiment.ipynb #6a87bfe3
 def plot_seconds(
     metrics:dict, # From `summarise`
     names:list,   # Systems
@@ -275,7 +277,7 @@ def plot_seconds(
     ax.invert_yaxis(); ax.set_xlabel('seconds a turn'); ax.legend(); ax.set_title(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #7146f627
+# %% ../nbs/39_experiment.ipynb #22987a14
 def _cell(s): return s.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')
 
 def _said(answer, gold, aliases, ok=exact_match):
@@ -299,7 +301,7 @@ def show_dialogue(
     dag = TraceDAG(nodes, {k: v for k,v in found.items() if v})
     return '\n'.join([*rows, '', '```mermaid', dag.mermaid(edge_types(dialogue), queries=dialogue.queries), '```'])
 
-# %% ../nbs/39_experiment.ipynb #9d887748
+# %% ../nbs/39_experiment.ipynb #9642f072
 def pick_dialogue(
     dialogues:list, # Dialogues of a run
 ): # One of them
