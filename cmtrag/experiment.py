@@ -8,7 +8,7 @@ __all__ = ['SYSTEMS', 'EVAL_DEFAULTS', 'EVAL_CHECKS', 'PAIRS', 'eval_source', 'e
            'published_run', 'score_turn', 'score_run', 'summarise', 'table', 'differences', 'plot_scores',
            'plot_seconds', 'show_dialogue', 'pick_dialogue']
 
-# %% ../nbs/39_experiment.ipynb #54644b33
+# %% ../nbs/39_experiment.ipynb #5facfe9f
 import dataclasses, difflib, hashlib, json
 from types import SimpleNamespace
 from .traces import Turn, from_dict, to_dict
@@ -22,7 +22,7 @@ from .dag import TraceDAG, edge_types
 from .pipeline import CMTSystem, DirectSystem
 from .profiles import load_profile, reader_name
 
-# %% ../nbs/39_experiment.ipynb #7c85980e
+# %% ../nbs/39_experiment.ipynb #cb7e84b6
 def eval_source(
     source:str,   # `'world'`, or a file of MuSiQue rows
     split:str,    # Split of the sample world; only a label for a file
@@ -47,14 +47,14 @@ def eval_dialogues(
     if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
     return data
 
-# %% ../nbs/39_experiment.ipynb #d36e70ea
+# %% ../nbs/39_experiment.ipynb #1af616f6
 def _cmt(gold_answers, links): return lambda name,retriever,reader,k,kw: CMTSystem(
-    name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, **kw)
+    name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, lookup=links, **kw)
 
 SYSTEMS = {'direct': lambda name,retriever,reader,k,kw: DirectSystem(retriever, reader, k=k, name=name),
            'oracle': _cmt(False, True), 'oracle-gold': _cmt(True, True), 'no-links': _cmt(False, False), 'no-links-gold': _cmt(True, False)}
 
-# %% ../nbs/39_experiment.ipynb #eb0dbb8f
+# %% ../nbs/39_experiment.ipynb #a96d8099
 def system_names(
     names:str, # Comma-separated
 )->list[str]: # Keys of `SYSTEMS`, in the order given
@@ -77,7 +77,7 @@ def make_systems(
     "The systems of an evaluation, all on one index and one reader."
     return [SYSTEMS[n](n, retriever, reader, k, switches) for n in names]
 
-# %% ../nbs/39_experiment.ipynb #b7701055
+# %% ../nbs/39_experiment.ipynb #16e99e31
 def turn_key(system, dialogue, turn):
     "The key of a turn in a run's record."
     return f'{system}/{dialogue}/{turn}'
@@ -108,7 +108,7 @@ def hold_recorded(
         folder.append(dict(system=system.name, dialogue=dialogue.id, turn=u.turn, result=to_dict(t), state=s.dump_state()), key)
         yield True
 
-# %% ../nbs/39_experiment.ipynb #c282da8b
+# %% ../nbs/39_experiment.ipynb #3e239e74
 def _answered(jobs, folder, workers):
     if workers<=1:
         for j in jobs: yield from hold_recorded(*j, folder)
@@ -129,7 +129,7 @@ def run_systems(
     now = sum(progress(steps, total=total, desc='turns') if show else steps)
     return dict(answered=now, resumed=total-now)
 
-# %% ../nbs/39_experiment.ipynb #5b6d2113
+# %% ../nbs/39_experiment.ipynb #1b578a78
 EVAL_DEFAULTS = dict(profile='small', reader='', systems='direct,oracle,oracle-gold,no-links', source='world', split='dev', limit=8, k=0, seed=0, workers=0, tag='')
 
 def check_source(
@@ -153,7 +153,7 @@ def eval_parameters(
     d = vars(p) | dict(reader=reader_name(prof, p.reader), systems=system_names(p.systems), k=p.k or prof.k, source=p.source if p.source=='world' else resolve_path(p.source))
     return {k: v for k,v in d.items() if k!='workers'}
 
-# %% ../nbs/39_experiment.ipynb #6c2c8b63
+# %% ../nbs/39_experiment.ipynb #85c15578
 def eval_config(
     p,        # Checked parameters of `40_eval`
     data,     # `MuMuQA` that is evaluated
@@ -166,7 +166,7 @@ def eval_config(
     return dict(parameters=eval_parameters(p), profile=prof, reader=reader.config, encoder=dict(name=encoder.name, revision=encoder.revision, dim=encoder.dim),
                 corpus=data.corpus.hash, dialogues=hashlib.sha256(said.encode()).hexdigest()[:16])
 
-# %% ../nbs/39_experiment.ipynb #cd49685a
+# %% ../nbs/39_experiment.ipynb #1357fd5f
 def published_run():
     "Folder of the finished run that `make eval` makes: `40_eval` with its default parameters; `ValueError` when there is none, or more than one."
     want = eval_parameters(SimpleNamespace(**EVAL_DEFAULTS))
@@ -174,7 +174,7 @@ def published_run():
     if len(found)!=1: raise ValueError(f'{len(found)} finished runs with the default parameters in outputs/40_eval' + ('; run: make eval' if not found else f'; remove all but one: {", ".join(f.name for f in found)}'))
     return found[0]
 
-# %% ../nbs/39_experiment.ipynb #b92e170c
+# %% ../nbs/39_experiment.ipynb #d193e90a
 def _distance(u, turn_of): return max((u.turn-turn_of[e.dep] for t in u.traces for e in t.edges if e.cross_turn), default=0)
 
 def score_turn(
@@ -202,7 +202,7 @@ def score_run(
     rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values()]  # the run's name holds its dialogues: there are no others
     return pd.DataFrame(sorted(rows, key=lambda r: (r['system'], order[r['dialogue']], r['turn'])))
 
-# %% ../nbs/39_experiment.ipynb #65556794
+# %% ../nbs/39_experiment.ipynb #528c48e5
 def summarise(
     scores, # From `score_run`
 )->dict: # `{'systems': {name: figures}}`, the content of `metrics.json`
@@ -222,7 +222,7 @@ def summarise(
         out[name] = {k: (round(float(v), 6) if isinstance(v, float) else v) for k,v in r.items()}
     return {'systems': out}
 
-# %% ../nbs/39_experiment.ipynb #614c5cac
+# %% ../nbs/39_experiment.ipynb #57be2c89
 def table(
     metrics:dict,  # From `summarise`
     names:list,    # Order of the rows
@@ -236,7 +236,7 @@ def table(
         'plan / retrieve / read s': f"{r['plan']:.3f} / {r['retrieve']:.3f} / {r['read']:.2f}"}
     return pd.DataFrame([row(n, metrics['systems'][n]) for n in names if n in metrics['systems']])
 
-# %% ../nbs/39_experiment.ipynb #4fde15a7
+# %% ../nbs/39_experiment.ipynb #5d5f21c6
 PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle')]
 
 def differences(
@@ -258,7 +258,7 @@ def differences(
                              'excludes 0': i.excludes_zero, 'turns': len(d)})
     return pd.DataFrame(rows)
 
-# %% ../nbs/39_experiment.ipynb #868bf240
+# %% ../nbs/39_experiment.ipynb #b4d7d2ac
 def _lines(ax, scores, by, label, names, col):
     for n in names:
         g = scores[scores.system==n].groupby(by, observed=True)[col].agg(['mean','size'])
@@ -285,7 +285,7 @@ def plot_scores(
     axs[0,0].legend(fontsize=8); fig.suptitle(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #91b15e5e
+# %% ../nbs/39_experiment.ipynb #5be798ae
 def plot_seconds(
     metrics:dict, # From `summarise`
     names:list,   # Systems
@@ -301,7 +301,7 @@ def plot_seconds(
     ax.invert_yaxis(); ax.set_xlabel('seconds a turn'); ax.legend(); ax.set_title(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #5b6fca2f
+# %% ../nbs/39_experiment.ipynb #806b2893
 def _cell(s): return s.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')
 
 def _said(answer, gold, aliases, ok=exact_match):
@@ -325,7 +325,7 @@ def show_dialogue(
     dag = TraceDAG(nodes, {k: v for k,v in found.items() if v})
     return '\n'.join([*rows, '', '```mermaid', dag.mermaid(edge_types(dialogue), queries=dialogue.queries), '```'])
 
-# %% ../nbs/39_experiment.ipynb #603f2b67
+# %% ../nbs/39_experiment.ipynb #4eb23717
 def pick_dialogue(
     dialogues:list, # Dialogues of a run
 ): # One of them

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Session', 'System', 'CMTSystem', 'DirectSession', 'DirectSystem', 'hold', 'hold_all']
 
-# %% ../nbs/26_pipeline.ipynb #fb1f6755
+# %% ../nbs/26_pipeline.ipynb #dcb9b8f3
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Callable, Mapping, Protocol
@@ -14,7 +14,7 @@ from .traces import Dialogue, TraceDraft, TraceNode, Turn
 from .runs import map_local
 from .dag import TraceDAG
 
-# %% ../nbs/26_pipeline.ipynb #1ea73972
+# %% ../nbs/26_pipeline.ipynb #9bdb7f6c
 @dataclass
 class _Record:
     "What accumulates during one turn; becomes a `Turn`."
@@ -46,7 +46,7 @@ class _Record:
         return Turn(t, query, answer, tuple(nodes), tuple(self.context), tuple(self.reused), tuple(self.looked_up), self.calls,
                     {k: round(v, 4) for k,v in self.seconds.items()}, tuple(self.replies), tuple(self.notes))
 
-# %% ../nbs/26_pipeline.ipynb #fa9c4d26
+# %% ../nbs/26_pipeline.ipynb #9a1b3e33
 class Session:
     "A conversation with its two memories: the generator's state and the trace DAG (Figure 3, Algorithm 1)."
     def __init__(self,
@@ -58,19 +58,20 @@ class Session:
         threshold:float=.05,            # Similarity that lookup must exceed
         keywords:str='resolved',        # Look up and store keywords `'resolved'` or `'literal'`
         reuse:bool=True,                # Evidence from dependencies and lookup? (no: −DAG)
+        lookup:bool=True,               # Evidence by keyword lookup? (no, with `reuse`: explicit dependencies only)
         carry_state:bool=True,          # Carry the generator's state? (no: −state)
         gold:Mapping[int,str]|None=None # Gold answer of each trace id, to resolve references with
     ):
         if keywords not in ('resolved', 'literal'): raise ValueError(f"keywords is {keywords!r}, allowed are 'resolved' and 'literal'")
         self.generator,self.retriever,self.reader,self.k,self.window,self.threshold = generator,retriever,reader,k,window,threshold
-        self.keywords,self.reuse,self.carry_state,self.gold = keywords,reuse,carry_state,gold
+        self.keywords,self.reuse,self.by_keyword,self.carry_state,self.gold = keywords,reuse,reuse and lookup,carry_state,gold
         self.dag,self.turns,self.states = TraceDAG(),[],[generator.start()]
 
-# %% ../nbs/26_pipeline.ipynb #9904d08b
+# %% ../nbs/26_pipeline.ipynb #026e8697
 @patch
 def _evidence(self:Session, question, deps, keywords, t, rec):
     fresh = self.retriever(question, self.k)
-    found = self.dag.lookup(keywords, t, window=self.window, exclude=deps, threshold=self.threshold) if self.reuse else None
+    found = self.dag.lookup(keywords, t, window=self.window, exclude=deps, threshold=self.threshold) if self.by_keyword else None
     prior = self.dag.prior(deps, found) if self.reuse else ()
     have  = {p.id for p,_ in fresh}
     reused = [pid for pid in prior if pid not in have]
@@ -80,7 +81,7 @@ def _evidence(self:Session, question, deps, keywords, t, rec):
     rec.calls['retriever'] += 1
     return fresh,paras,found
 
-# %% ../nbs/26_pipeline.ipynb #3bf43534
+# %% ../nbs/26_pipeline.ipynb #18010965
 @patch
 def _complete(self:Session, draft, t, rec):
     d = draft.complete()
@@ -96,7 +97,7 @@ def _complete(self:Session, draft, t, rec):
     self.dag.append(node, found)                                                                     # line 11
     return node,(question, answer)
 
-# %% ../nbs/26_pipeline.ipynb #ed6664fd
+# %% ../nbs/26_pipeline.ipynb #ecaa85f7
 @patch
 def ask(self:Session,
     query:str, # The user's question $q_t$
@@ -118,7 +119,7 @@ def ask(self:Session,
     self.turns.append(turn); self.states.append(state)
     return turn
 
-# %% ../nbs/26_pipeline.ipynb #e8d5d444
+# %% ../nbs/26_pipeline.ipynb #82f3969a
 @patch
 def fork(self:Session,
     turn:int|None=None, # Keep this many turns; default all
@@ -126,7 +127,7 @@ def fork(self:Session,
     "A second session that shares the first `turn` turns."
     n = len(self.turns) if turn is None else turn
     if not 0 <= n <= len(self.turns): raise ValueError(f'fork({turn}): the session has {len(self.turns)} turns')
-    s = Session(self.generator, self.retriever, self.reader, self.k, self.window, self.threshold, self.keywords, self.reuse, self.carry_state, self.gold)
+    s = Session(self.generator, self.retriever, self.reader, self.k, self.window, self.threshold, self.keywords, self.reuse, self.by_keyword, self.carry_state, self.gold)
     s.dag,s.turns,s.states = self.dag.truncate(n),self.turns[:n],self.states[:n+1]
     return s
 
@@ -137,7 +138,7 @@ def undo(self:Session):
     self.turns.pop(); self.states.pop()
     self.dag = self.dag.truncate(len(self.turns))
 
-# %% ../nbs/26_pipeline.ipynb #fba48c6e
+# %% ../nbs/26_pipeline.ipynb #a97d2aad
 @patch
 def restore(self:Session,
     turns:list[Turn], # Finished turns, from the first
@@ -152,14 +153,14 @@ def dump_state(self:Session):
     "The generator's current state, as JSON types."
     return self.generator.dump(self.states[-1])
 
-# %% ../nbs/26_pipeline.ipynb #1f1cbc1c
+# %% ../nbs/26_pipeline.ipynb #0652c923
 class System(Protocol):
     "Something that can hold a conversation over a corpus."
     name:str
     def start(self, dialogue:Dialogue|None=None):
         "A new conversation with `ask(query)`, `restore(turns, states)` and `dump_state()`; only oracles look at `dialogue`."
 
-# %% ../nbs/26_pipeline.ipynb #54a1e898
+# %% ../nbs/26_pipeline.ipynb #fedeefa7
 class CMTSystem:
     "CMT-RAG with a given source of drafts: the oracle, the floor, and (with a trained generator) the method."
     def __init__(self,
@@ -175,7 +176,7 @@ class CMTSystem:
         gold = {t.id: t.answer for t in dialogue.traces} if self.gold_answers else None
         return Session(self.make_generator(dialogue), self.retriever, self.reader, gold=gold, **self.switches)
 
-# %% ../nbs/26_pipeline.ipynb #b6931831
+# %% ../nbs/26_pipeline.ipynb #0f7099ee
 class DirectSession:
     "Direct C-RAG: one retrieval with the raw turn, one reader call."
     def __init__(self, retriever, reader, k=5): self.retriever,self.reader,self.k,self.turns = retriever,reader,k,[]
@@ -195,7 +196,7 @@ class DirectSystem:
     def __init__(self, retriever, reader, k=5, name='direct'): self.name,self.retriever,self.reader,self.k = name,retriever,reader,k
     def start(self, dialogue=None): return DirectSession(self.retriever, self.reader, self.k)
 
-# %% ../nbs/26_pipeline.ipynb #cb4a9c5f
+# %% ../nbs/26_pipeline.ipynb #b62c7c3b
 def hold(
     system:System,      # Which system answers
     dialogue:Dialogue,  # The user's questions

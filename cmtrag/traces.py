@@ -8,13 +8,13 @@ __all__ = ['STRUCTURAL_TOKENS', 'EDGE_TYPES', 'OPERATORS', 'CASES', 'answer_refs
            'parse_plan', 'TraceNode', 'Turn', 'Edge', 'GoldTrace', 'GoldTurn', 'Dialogue', 'check_dialogue', 'to_dict',
            'from_dict', 'dialogue_markdown']
 
-# %% ../nbs/00_traces.ipynb #d7c1d7e8
+# %% ../nbs/00_traces.ipynb #0f27a7bc
 import dataclasses, json, re
 from dataclasses import dataclass, field
 from typing import Iterable, Mapping
 
-# %% ../nbs/00_traces.ipynb #cdc6a696
-_ref = re.compile(r'\[(\\*)A_([1-9]\d*)\]')
+# %% ../nbs/00_traces.ipynb #c84c791f
+_ref = re.compile(r'\[(\\*)A_([1-9][0-9]{0,8})\]')
 
 def answer_refs(
     text:str, # A sub-question or keyword string
@@ -22,14 +22,14 @@ def answer_refs(
     "The ids `k` of all references `[A_k]` in `text` (Section 3.1, global trace namespace)."
     return tuple(dict.fromkeys(int(k) for esc,k in _ref.findall(text) if not esc))
 
-# %% ../nbs/00_traces.ipynb #f0207f10
+# %% ../nbs/00_traces.ipynb #3386d8d9
 class TraceError(ValueError):
     "A plan, trace or dialogue breaks its contract; `place` says where."
     def __init__(self, msg, place=''):
         self.place = place
         super().__init__(f'{place}: {msg}' if place else msg)
 
-# %% ../nbs/00_traces.ipynb #1e0a3f48
+# %% ../nbs/00_traces.ipynb #00c2d79c
 def resolve_refs(
     text:str,                  # Text with references `[A_k]`
     answers:Mapping[int,str],  # Answer of each trace id
@@ -42,7 +42,7 @@ def resolve_refs(
         return answers[k]
     return _ref.sub(one, text)
 
-# %% ../nbs/00_traces.ipynb #9e609ede
+# %% ../nbs/00_traces.ipynb #23c815f5
 def remap_refs(
     text:str,                # Text with references
     ids:Mapping[int,int],    # Old id → new id
@@ -50,13 +50,13 @@ def remap_refs(
     "Renumber the references in `text`; ids that `ids` lacks are an error."
     return _ref.sub(lambda m: m[0] if m[1] else f'[A_{ids[int(m[2])]}]', text)
 
-# %% ../nbs/00_traces.ipynb #c46b2388
+# %% ../nbs/00_traces.ipynb #ada782ce
 STRUCTURAL_TOKENS = ('[PLAN]', '[/PLAN]', '[TRACE]', '[/TRACE]', '[SubQ]', '[KW]', '[DEP]')
-_structural = r'/?PLAN|/?TRACE|SubQ|KW|DEP|T_\d+'
+_structural = r'/?PLAN|/?TRACE|SubQ|KW|DEP|T_[0-9]+'
 _control    = re.compile(rf'\[(\\*)({_structural})\]')
-_user       = re.compile(rf'\[(\\*)({_structural}|A_\d+)\]')
+_user       = re.compile(rf'\[(\\*)({_structural}|A_[0-9]+)\]')
 
-# %% ../nbs/00_traces.ipynb #1912d2e6
+# %% ../nbs/00_traces.ipynb #5563d65f
 def escape_control(
     text:str,        # Text from a user or a corpus
     refs:bool=True,  # Escape `[A_k]` as well? (no inside a sub-question, where it is meant)
@@ -71,14 +71,14 @@ def unescape_control(
     "Undo `escape_control`."
     return (_user if refs else _control).sub(lambda m: f'[{m[1][1:]}{m[2]}]' if m[1] else m[0], text)
 
-# %% ../nbs/00_traces.ipynb #1d767d1f
+# %% ../nbs/00_traces.ipynb #3a9ced1d
 def escape_refs(
     text:str, # Text from a user or a corpus
 )->str: # The same as the text of a sub-question: nothing in it is a reference
     "Make every `[A_k]` in `text` literal; `resolve_refs` undoes it."
     return _ref.sub(r'[\1\\A_\2]', text)
 
-# %% ../nbs/00_traces.ipynb #59865821
+# %% ../nbs/00_traces.ipynb #47367fe4
 @dataclass(frozen=True)
 class TraceDraft:
     "A trace before retrieval (Equation 5)."
@@ -91,7 +91,7 @@ class TraceDraft:
         used = answer_refs(self.sub_question) + answer_refs(self.keywords)
         return dataclasses.replace(self, deps=tuple(dict.fromkeys((*self.deps, *used))))
 
-# %% ../nbs/00_traces.ipynb #96dead77
+# %% ../nbs/00_traces.ipynb #95739569
 def serialise_plan(
     drafts:Iterable[TraceDraft], # The drafts of one turn, in order
     next_id:int=1,               # Id of the first draft
@@ -105,15 +105,15 @@ def serialise_plan(
         parts += [f'[T_{i}]' for i in d.deps] + ['[/TRACE]']
     return ' '.join(p for p in parts + ['[/PLAN]'] if p)
 
-# %% ../nbs/00_traces.ipynb #1b2743cf
-_trace = re.compile(r'\[TRACE\]\s*(?:\[T_(\d+)\]\s*)?\[SubQ\](.*?)\[KW\](.*?)\[DEP\]((?:\s*\[T_\d+\])*)\s*\[/TRACE\]\s*', re.S)
-_dep   = re.compile(r'\[T_(\d+)\]')
+# %% ../nbs/00_traces.ipynb #1b5ff865
+_trace = re.compile(r'\[TRACE\]\s*(?:\[T_([1-9][0-9]{0,8})\]\s*)?\[SubQ\](.*?)\[KW\](.*?)\[DEP\]((?:\s*\[T_[1-9][0-9]{0,8}\])*)\s*\[/TRACE\]\s*', re.S)
+_dep   = re.compile(r'\[T_([1-9][0-9]{0,8})\]')
 
 def _field(s):
     if m := next((m for m in _control.finditer(s) if not m[1]), None): raise TraceError(f'{m[0]} inside a field')
     return unescape_control(s.strip(), refs=False)
 
-# %% ../nbs/00_traces.ipynb #9f758294
+# %% ../nbs/00_traces.ipynb #7852f8c3
 def check_draft(
     d:TraceDraft, # Draft to check
     k:int,        # Its id
@@ -126,7 +126,7 @@ def check_draft(
     if len(set(d.deps)) < len(d.deps): raise TraceError(f'dependency listed twice: {d.deps}', place)
     return d
 
-# %% ../nbs/00_traces.ipynb #85fea397
+# %% ../nbs/00_traces.ipynb #8dd904ee
 def parse_plan(
     text:str,      # A linearised plan
     next_id:int=1, # Id that the first trace must have
@@ -147,7 +147,7 @@ def parse_plan(
     if not drafts: raise TraceError('a plan needs at least one trace', f'plan {text[:60]!r}')
     return drafts
 
-# %% ../nbs/00_traces.ipynb #61d4b6e6
+# %% ../nbs/00_traces.ipynb #3a026a00
 @dataclass(frozen=True)
 class TraceNode:
     "A completed trace with its answer: a node $(\\mathcal{T}_k, a_k)$ of the trace DAG (Equations 2, 3, 6)."
@@ -159,7 +159,7 @@ class TraceNode:
     para_ids:tuple[str,...]      # $\mathcal{P}^{local}_k$: paragraphs retrieved for this trace, best first
     answer:str                   # $a_k$
 
-# %% ../nbs/00_traces.ipynb #5d403478
+# %% ../nbs/00_traces.ipynb #f0a3e893
 @dataclass(frozen=True)
 class Turn:
     "One answered turn: the result of `ask`, for CMT-RAG and every baseline."
@@ -167,20 +167,20 @@ class Turn:
     query:str                                      # $q_t$
     answer:str                                     # $a_t$
     nodes:tuple[TraceNode,...]=()                  # $\Delta\mathcal{G}_t$
-    context:tuple[tuple[str,...],...]=()           # Paragraph ids shown to the reader, one tuple per reader call
+    context:tuple[tuple[str,...],...]=()           # Paragraph ids shown to the reader, one tuple per trace (the final call gets none)
     reused:tuple[tuple[str,...],...]=()            # Of those, the ids that came from memory
     looked_up:tuple[int|None,...]=()               # Per node: the trace found by keywords, if any
     calls:dict=field(default_factory=dict)         # Number of reader, retriever, generator calls; tokens
     seconds:dict=field(default_factory=dict)       # `plan`, `retrieve`, `read`
     replies:tuple[str,...]=()                      # Raw model replies, in call order
-    notes:tuple[str,...]=()                        # What went other than planned (a fallback, a failed call)
+    notes:tuple[str,...]=()                        # What went other than planned (a fallback, an empty or cut reply)
 
     @property
     def para_ids(self):
         "Unique paragraph ids shown to the reader in this turn, first occurrence first: the context of GoldCtx and Avg. Paras."
         return tuple(dict.fromkeys(p for c in self.context for p in c))
 
-# %% ../nbs/00_traces.ipynb #08699d93
+# %% ../nbs/00_traces.ipynb #ab367cf5
 @dataclass(frozen=True)
 class Edge:
     "A dependency link of a gold trace (Section 2.1; types of Figure 1)."
@@ -191,7 +191,7 @@ class Edge:
 
 EDGE_TYPES = ('Ext', 'Ref')
 
-# %% ../nbs/00_traces.ipynb #2069d981
+# %% ../nbs/00_traces.ipynb #9d855da7
 @dataclass(frozen=True)
 class GoldTrace:
     "An annotated trace of a dialogue (Section A.4)."
@@ -206,7 +206,7 @@ class GoldTrace:
     source:str=''                  # Id of the source question
     hop:int=0                      # Its hop there, from 1
 
-# %% ../nbs/00_traces.ipynb #c4416cab
+# %% ../nbs/00_traces.ipynb #1e432041
 OPERATORS = ('GS', 'SQR')
 CASES = ('original', 'partial', 'follow-up', 'carrier', 'relocated', 'unchanged')
 
@@ -232,7 +232,7 @@ class GoldTurn:
         "Does any trace depend on an earlier turn?"
         return any(e.cross_turn for t in self.traces for e in t.edges)
 
-# %% ../nbs/00_traces.ipynb #bc4819e8
+# %% ../nbs/00_traces.ipynb #96c5a266
 @dataclass(frozen=True, repr=False)
 class Dialogue:
     "An annotated dialogue with dialogue-wide trace ids (Section A.4)."
@@ -252,7 +252,7 @@ class Dialogue:
         "The user's questions in order."
         return [u.query for u in self.turns]
 
-# %% ../nbs/00_traces.ipynb #49db3d1a
+# %% ../nbs/00_traces.ipynb #1a5e5bc5
 def _check_trace(t, u, turn_of, place):
     check_draft(t.draft, t.id)
     if t.draft != t.draft.complete(): raise TraceError('a reference is missing from deps', place)
@@ -263,7 +263,7 @@ def _check_trace(t, u, turn_of, place):
     if not t.answer.strip(): raise TraceError('empty answer', place)
     if t.turn != u.turn: raise TraceError(f'says turn {t.turn}, stands in turn {u.turn}', place)
 
-# %% ../nbs/00_traces.ipynb #6f7dae43
+# %% ../nbs/00_traces.ipynb #30ffaae9
 def check_dialogue(
     d:Dialogue, # Dialogue to check
 )->Dialogue: # The same dialogue
@@ -284,7 +284,7 @@ def check_dialogue(
             raise TraceError(f'answer {u.answer!r} is not that of trace {u.answer_trace}', place)
     return d
 
-# %% ../nbs/00_traces.ipynb #334e5b2b
+# %% ../nbs/00_traces.ipynb #ae4e133a
 def to_dict(
     o, # A record of this module, or a nest of them
 ): # Plain lists, dicts and scalars
@@ -294,7 +294,7 @@ def to_dict(
     if isinstance(o, dict): return {k: to_dict(v) for k,v in o.items()}
     return o
 
-# %% ../nbs/00_traces.ipynb #b4ee89f5
+# %% ../nbs/00_traces.ipynb #7b0208fa
 def _cast(v, typ, place):
     origin,args = getattr(typ, '__origin__', None),getattr(typ, '__args__', ())
     if dataclasses.is_dataclass(typ): return from_dict(typ, v, place)
@@ -306,7 +306,7 @@ def _cast(v, typ, place):
     if not ok: raise TraceError(f'expected {getattr(typ, "__name__", typ)}, got {v!r}', place)
     return v
 
-# %% ../nbs/00_traces.ipynb #24f7dfc7
+# %% ../nbs/00_traces.ipynb #80116d72
 def from_dict(
     cls,            # `Dialogue`, `Turn`, `TraceNode` …
     d:dict,         # What `to_dict` made
@@ -321,7 +321,7 @@ def from_dict(
         if n not in d and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING: raise TraceError(f'missing field {n!r}', place)
     return cls(**{n: _cast(v, fs[n].type, f'{place}.{n}') for n,v in d.items()})
 
-# %% ../nbs/00_traces.ipynb #eae3f70f
+# %% ../nbs/00_traces.ipynb #4735ef47
 def dialogue_markdown(
     d:Dialogue,        # Dialogue to show
     traces:bool=True,  # Show the gold sub-questions as well?
