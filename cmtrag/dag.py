@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'words', 'TraceDAG', 'ochiai', 'ochiai_squared', 'lookup_reference', 'edge_types', 'mermaid_label',
            'text_width', 'wrap_text', 'lanes', 'xml_text', 'draw_dialogue']
 
-# %% ../nbs/22_dag.ipynb #e7961365
+# %% ../nbs/22_dag.ipynb #caafba1e
 import bisect, html, math, re
 from collections import Counter
 from fractions import Fraction
@@ -15,7 +15,7 @@ from typing import Iterable, Mapping
 from fastcore.basics import patch
 from .traces import Dialogue, TraceError, TraceNode, from_dict, resolve_refs, to_dict
 
-# %% ../nbs/22_dag.ipynb #40f72155
+# %% ../nbs/22_dag.ipynb #95ad254c
 @lru_cache(65536)
 def words(
     text:str, # A keyword string
@@ -23,7 +23,7 @@ def words(
     "The token set that keyword lookup compares (Section C.1)."
     return frozenset(re.findall(r'\w+', text.lower()))
 
-# %% ../nbs/22_dag.ipynb #5cf5f6fe
+# %% ../nbs/22_dag.ipynb #b068cc4d
 class TraceDAG:
     "The trace DAG $\\mathcal{G}$ of one conversation (Equation 2, Section 3.2). Append-only: node `k` is the `k`-th that was added."
     def __init__(self,
@@ -43,7 +43,7 @@ class TraceDAG:
         "Id of the next trace."
         return len(self.nodes)+1
 
-# %% ../nbs/22_dag.ipynb #6aa58775
+# %% ../nbs/22_dag.ipynb #89721a4a
 def _check_node(dag, n, found):
     place,older = f'[T_{n.id}]',range(1, dag.next_id)
     if n.id != dag.next_id: raise TraceError(f'the next id is {dag.next_id}; the namespace is append-only', place)
@@ -52,7 +52,7 @@ def _check_node(dag, n, found):
         raise TraceError(f'depends on {bad}, allowed are ids 1 to {n.id-1}', place)
     if len(set(n.deps)) < len(n.deps): raise TraceError(f'dependency listed twice: {n.deps}', place)
 
-# %% ../nbs/22_dag.ipynb #378cc0d4
+# %% ../nbs/22_dag.ipynb #ae0dac36
 @patch
 def append(self:TraceDAG,
     node:TraceNode,           # Completed trace; its id is `next_id`
@@ -66,7 +66,7 @@ def append(self:TraceDAG,
     if looked_up is not None: self.looked_up[node.id] = looked_up
     return node
 
-# %% ../nbs/22_dag.ipynb #e483b52f
+# %% ../nbs/22_dag.ipynb #c21bafe6
 @patch
 def resolve(self:TraceDAG,
     text:str, # A sub-question or keyword string of a draft
@@ -74,7 +74,7 @@ def resolve(self:TraceDAG,
     "Replace every `[A_k]` by the answer of node `k` (line 4 of Algorithm 1); `TraceError` on an unknown id."
     return resolve_refs(text, self.answers)
 
-# %% ../nbs/22_dag.ipynb #fd43bd57
+# %% ../nbs/22_dag.ipynb #40807196
 @patch
 def prior(self:TraceDAG,
     deps:Iterable[int],        # Ids of the explicit dependencies
@@ -85,7 +85,7 @@ def prior(self:TraceDAG,
     if bad := [k for k in ids if k not in self.nodes]: raise TraceError(f'no such trace: {bad}; ids are 1 to {len(self)}', 'prior')
     return tuple(dict.fromkeys(p for k in ids for p in self.nodes[k].para_ids))
 
-# %% ../nbs/22_dag.ipynb #ac123d05
+# %% ../nbs/22_dag.ipynb #88fe4f0d
 def ochiai(
     q:str, # Keyword string of a draft
     k:str, # Keyword string of a stored trace
@@ -94,7 +94,7 @@ def ochiai(
     Q,K = words(q),words(k)
     return len(Q & K)/math.sqrt(len(Q)*len(K)) if Q and K else 0.
 
-# %% ../nbs/22_dag.ipynb #9a6ede2e
+# %% ../nbs/22_dag.ipynb #facb37a3
 def ochiai_squared(
     Q:frozenset, # Words of the draft
     K:frozenset, # Words of a stored trace
@@ -102,7 +102,7 @@ def ochiai_squared(
     "The square of the Ochiai coefficient as an exact fraction, for ranking."
     return Fraction(len(Q & K)**2, len(Q)*len(K)) if Q and K else Fraction(0)
 
-# %% ../nbs/22_dag.ipynb #20029c68
+# %% ../nbs/22_dag.ipynb #15b00c4e
 def lookup_reference(
     nodes:Iterable[TraceNode],  # All completed traces
     keywords:str,               # Keywords of the draft
@@ -117,7 +117,7 @@ def lookup_reference(
     ranked = sorted((-ochiai_squared(Q, words(n.keywords)), n.id) for n in old)
     return ranked[0][1] if ranked and -ranked[0][0] > Fraction(str(threshold))**2 else None
 
-# %% ../nbs/22_dag.ipynb #b7706e9b
+# %% ../nbs/22_dag.ipynb #42a7b26f
 @patch
 def lookup(self:TraceDAG,
     keywords:str,             # Keywords of the draft, resolved
@@ -136,7 +136,7 @@ def lookup(self:TraceDAG,
         if i*den > num*n: best,num,den = k,i,n
     return best if best and Fraction(num, den*len(Q)) > Fraction(str(threshold))**2 else None
 
-# %% ../nbs/22_dag.ipynb #ccca0f1a
+# %% ../nbs/22_dag.ipynb #b5ac0d82
 @patch
 def copy(self:TraceDAG)->TraceDAG: # Independent of this one
     "A copy that can be appended to separately."
@@ -149,7 +149,7 @@ def truncate(self:TraceDAG,
     "The DAG as it was after turn `turn`."
     return TraceDAG(list(self)[:bisect.bisect_right(self._turns, turn)], self.looked_up)
 
-# %% ../nbs/22_dag.ipynb #a500667b
+# %% ../nbs/22_dag.ipynb #639e40aa
 @patch
 def to_list(self:TraceDAG)->list[dict]: # JSON types
     "The nodes as plain dicts, in id order; `looked_up` is written where there is one."
@@ -169,7 +169,7 @@ def from_list(cls:TraceDAG,
         dag.append(from_dict(TraceNode, {k:v for k,v in r.items() if k!='looked_up'}, f'nodes[{i}]'), found)
     return dag
 
-# %% ../nbs/22_dag.ipynb #c788fd67
+# %% ../nbs/22_dag.ipynb #b27938db
 @patch(cls_method=True)
 def from_dialogue(cls:TraceDAG,
     d:Dialogue, # Annotated dialogue
@@ -185,9 +185,9 @@ def edge_types(
     "Figure 1's type of every annotated dependency, for drawings."
     return {(e.dep,t.id): e.type for t in d.traces for e in t.edges}
 
-# %% ../nbs/22_dag.ipynb #98cfcef3
+# %% ../nbs/22_dag.ipynb #c8b95f81
 KINDS = {'turn':   ('#8b95a5', 'within a turn'),
-         'Ext':    ('#0b6fb8', 'across turns, Ext.: asks on about an earlier answer'),
+         'Ext':    ('#0b6fb8', 'across turns, Ext.: asks more about an earlier answer'),
          'Ref':    ('#d1560a', 'across turns, Ref.: mentions an earlier entity'),
          'cross':  ('#7b4fa3', 'across turns'),
          'lookup': ('#0a8f6a', 'evidence found by keywords')}
@@ -206,7 +206,7 @@ def __repr__(self:TraceDAG):
     n = Counter(k for *_,k in self.links())
     return f'TraceDAG: {len(self)} traces in {len(set(self._turns))} turns, {n["turn"]} links within a turn, {n["cross"]} across turns, {n["lookup"]} found by keywords'
 
-# %% ../nbs/22_dag.ipynb #ea658d81
+# %% ../nbs/22_dag.ipynb #54b1d312
 def _short(s, n): return s if len(s) <= n else s[:n-1].rstrip()+'…'
 
 def mermaid_label(
@@ -216,7 +216,7 @@ def mermaid_label(
     s = ' '.join(s.split())
     return ''.join(c if c.isalnum() or c in " .,?!'–…→·-" else f'#{ord(c)};' for c in s)
 
-# %% ../nbs/22_dag.ipynb #6996f143
+# %% ../nbs/22_dag.ipynb #3a5e07f5
 @patch
 def mermaid(self:TraceDAG,
     types:Mapping[tuple[int,int],str]|None=None, # Types of links, see `edge_types`
@@ -235,7 +235,7 @@ def mermaid(self:TraceDAG,
     out += [f'  linkStyle {i} stroke:{KINDS[k][0]},stroke-width:2px' for i,(*_,k) in enumerate(links)]
     return '\n'.join(out)
 
-# %% ../nbs/22_dag.ipynb #db0d477f
+# %% ../nbs/22_dag.ipynb #96f5cc9b
 _classes = [(set("ijlI.,;:|!'’`"), .33), (set('frt()[]{}-"/\\ '), .42), (set('mwMW@%—'), .95)]
 
 def text_width(
@@ -249,7 +249,7 @@ def text_width(
         return 1.02 if ord(c) > 0x2e7f else .7 if c.isupper() else .62
     return size*sum(map(one, s))
 
-# %% ../nbs/22_dag.ipynb #b7389bc4
+# %% ../nbs/22_dag.ipynb #4e015051
 def wrap_text(
     s:str,         # Text
     width:float,   # Pixels
@@ -270,7 +270,7 @@ def wrap_text(
         out[-1] = out[-1].rstrip()+'…'
     return out
 
-# %% ../nbs/22_dag.ipynb #cc343d05
+# %% ../nbs/22_dag.ipynb #75da9c0e
 def _grid(dag, t):
     "Column and row of every trace of turn `t`."
     place,taken = {},set()
@@ -282,7 +282,7 @@ def _grid(dag, t):
         taken.add((col,row))
     return place
 
-# %% ../nbs/22_dag.ipynb #7cb69f0d
+# %% ../nbs/22_dag.ipynb #46526274
 def lanes(
     spans:Mapping[tuple,list], # Owner → list of (start, end)
 )->dict[tuple,int]: # Owner → lane from 0
@@ -294,7 +294,7 @@ def lanes(
         out[own] = i
     return out
 
-# %% ../nbs/22_dag.ipynb #2c831e99
+# %% ../nbs/22_dag.ipynb #ad3c19aa
 def _routes(links, pos):
     "Per link its owners of lanes: (gutter out, channel, gutter in), or `None` for a straight arrow; and all spans."
     spans,routes = {},[]
@@ -309,7 +309,7 @@ def _routes(links, pos):
         else: routes.append((use(('v',ca+1,a,kind), at(ba,ra), 2*bb), use(('h',bb,a,kind), ca+1, cb), use(('v',cb,b,'in '+kind), 2*bb, at(bb,rb))))
     return routes,{k: lanes(v) for k,v in spans.items()}
 
-# %% ../nbs/22_dag.ipynb #4a78e94c
+# %% ../nbs/22_dag.ipynb #df714c82
 _CARD,_LINE,_SIZE,_LANE,_ASK = 198,15,11.5,7,200        # card width, line height, font size, lane distance, question width (px)
 
 def _card(n):
@@ -317,7 +317,7 @@ def _card(n):
     q,a = wrap_text(n.sub_question, _CARD-56, _SIZE, 4),wrap_text(n.answer, _CARD-56, _SIZE*1.12, 2) or ['–']
     return q,a,15+_LINE*(len(q)+len(a))+6
 
-# %% ../nbs/22_dag.ipynb #d202f671
+# %% ../nbs/22_dag.ipynb #e5d5fe58
 def _measure(dag, queries, types):
     "All positions: the layout that `svg` draws."
     turns,pos,cards = sorted(set(dag._turns)),{},{n.id: _card(n) for n in dag}
@@ -347,7 +347,7 @@ def _measure(dag, queries, types):
     width = gutter[max(gutter)]+_LANE*n_lanes(('v',max(gutter)))+8 if gutter else ask
     return dict(turns=turns, pos=pos, cards=cards, links=links, routes=routes, table=table, asks=asks, x=x, y=y, gutter=gutter, channel=channel, band=band, width=width, height=top)
 
-# %% ../nbs/22_dag.ipynb #f31a2537
+# %% ../nbs/22_dag.ipynb #0410608f
 def _ports(m):
     "Pixel heights at which each link leaves and enters its cards."
     out,into,n_out,n_in = [],[],{},{}
@@ -368,7 +368,7 @@ def _points(m, i, y1, y2):
     if h is None: return [(x1,y1), (at(v),y1), (at(v),y2), (x2,y2)]
     return [(x1,y1), (at(v),y1), (at(v),at(h)), (at(w),at(h)), (at(w),y2), (x2,y2)]
 
-# %% ../nbs/22_dag.ipynb #4cf656d4
+# %% ../nbs/22_dag.ipynb #a6636ff7
 def _path(points, r=6):
     "An SVG path through right-angled corners, rounded."
     d = f'M{points[0][0]:g} {points[0][1]:g}'
@@ -387,7 +387,7 @@ def _arrow(points, kind):
     return (f'<path d="{_path(points)}" fill="none" stroke="{c}" stroke-width="1.8"{dash}/>'
             f'<path d="M{x:g} {y:g} l-8 -4 l0 8 z" fill="{c}"/>')
 
-# %% ../nbs/22_dag.ipynb #16b5fe9f
+# %% ../nbs/22_dag.ipynb #2571b435
 _forbidden = re.compile('[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]')
 
 def xml_text(
@@ -396,7 +396,7 @@ def xml_text(
     "Escape markup and replace characters that XML does not allow."
     return html.escape(_forbidden.sub('\ufffd', s))
 
-# %% ../nbs/22_dag.ipynb #e2ce9ad6
+# %% ../nbs/22_dag.ipynb #662cb9b2
 def _text(x, y, lines, size=_SIZE, weight='normal', fill='#1c2430', dy=_LINE):
     return ''.join(f'<text x="{x:g}" y="{y+i*dy:g}" font-size="{size:g}" font-weight="{weight}" fill="{fill}">{xml_text(s)}</text>' for i,s in enumerate(lines))
 
@@ -414,7 +414,7 @@ def _draw_band(m, b, queries):
     return (f'<g>{tip}<rect x="4" y="{top:g}" width="{m["width"]-8:g}" height="{end-top:g}" rx="10" fill="{"#f3f6fa" if b%2 else "#eaeff6"}"/>'
             + _text(16, top+24, [f'Turn {t}'], 12, 'bold', '#5a6678') + _text(16, top+42, m['asks'][t]) + '</g>')
 
-# %% ../nbs/22_dag.ipynb #18d6b114
+# %% ../nbs/22_dag.ipynb #41d2b310
 def _legend(kinds, y, width):
     "Entries for the kinds that occur, wrapped to the width; and the height they take."
     out,x,row = [],16.,0
@@ -426,7 +426,7 @@ def _legend(kinds, y, width):
         x += need+14
     return ''.join(out),(30+18*row if out else 6)
 
-# %% ../nbs/22_dag.ipynb #636e30df
+# %% ../nbs/22_dag.ipynb #b22aee57
 @patch
 def svg(self:TraceDAG,
     types:Mapping[tuple[int,int],str]|None=None, # Types of links, see `edge_types`

@@ -7,7 +7,7 @@ __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_fo
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
            'make_reader']
 
-# %% ../nbs/28_profiles.ipynb #c01b887a
+# %% ../nbs/28_profiles.ipynb #7fcaa2c9
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #dbb01bb7
+# %% ../nbs/28_profiles.ipynb #908f855e
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -25,7 +25,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #10069594
+# %% ../nbs/28_profiles.ipynb #bb3481b3
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -40,7 +40,7 @@ def read_params(
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #7fc5cd57
+# %% ../nbs/28_profiles.ipynb #57707395
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -55,7 +55,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #bd42ec1f
+# %% ../nbs/28_profiles.ipynb #620ed3c0
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -69,7 +69,7 @@ class Profile:
     reader:str='smol'         # A name of `readers.yaml`
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #b907fc12
+# %% ../nbs/28_profiles.ipynb #0d013dc7
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -90,7 +90,7 @@ def load_profile(
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #1df0d75d
+# %% ../nbs/28_profiles.ipynb #c0051ca9
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -116,7 +116,7 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #02951e7f
+# %% ../nbs/28_profiles.ipynb #eeda25a7
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('smollm', 'endpoint')
 
@@ -138,7 +138,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #99cdaf5f
+# %% ../nbs/28_profiles.ipynb #b492443b
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
