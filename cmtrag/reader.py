@@ -8,18 +8,18 @@ __all__ = ['FORMS', 'CHAT', 'COMPLETION', 'PROMPTS', 'clean_answer', 'ReaderErro
            'sentences', 'word_counts', 'shorten', 'case', 'chain_case', 'worked', 'load_prompt', 'save_prompt',
            'find_prompt', 'Reader']
 
-# %% ../nbs/24_reader.ipynb #7d9482cc
+# %% ../nbs/24_reader.ipynb #0de8ec7c
 import dataclasses, hashlib, json, re
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from fastcore.basics import patch
 from .traces import TraceError, from_dict, to_dict
 from .sources import Paragraph
+from .runs import resolve_path
 from .llm import Reply
 
-# %% ../nbs/24_reader.ipynb #0776d323
+# %% ../nbs/24_reader.ipynb #1ae227d6
 _quotes = ('""', "''", '“”', '‘’', '«»')
 
 def clean_answer(
@@ -30,7 +30,7 @@ def clean_answer(
     line = next((l.strip() for l in text.splitlines() if l.strip()), '')
     return line[1:-1].strip() if len(line)>1 and line[0]+line[-1] in _quotes else line
 
-# %% ../nbs/24_reader.ipynb #5630ec79
+# %% ../nbs/24_reader.ipynb #9d5b8ef1
 class ReaderError(ValueError):
     "A reader was asked for something that makes no call."
 
@@ -46,7 +46,7 @@ class ReaderReply:
 
     def _repr_markdown_(self): return f'**{self.answer or "(no answer)"}** — {self.calls} call, {self.tokens} tokens' + ''.join(f'; {n}' for n in self.notes)
 
-# %% ../nbs/24_reader.ipynb #b9e476ac
+# %% ../nbs/24_reader.ipynb #59bdce5a
 def as_answer(
     r:Reply, # A model's reply
 )->ReaderReply:
@@ -56,7 +56,7 @@ def as_answer(
     notes = ['empty reply']*(not a) + [why[f] for f in (r.finish,) if f in why]
     return ReaderReply(a, 1, r.prompt_tokens+r.completion_tokens, r.seconds, r, tuple(notes))
 
-# %% ../nbs/24_reader.ipynb #6087db84
+# %% ../nbs/24_reader.ipynb #825564cf
 _token  = re.compile(r'<(?=/?[|｜]?[^\s<>]{1,40}>)|\[(?=/?INST\])')
 _marker = re.compile(r'^(?=(?:\[\s*Paragraph\b|So the answer is\b|(?:Provided paragraphs|Reasoning steps|Title|Question|Answer|First|Then|System|User|Assistant|Human)\s*[:：]))', re.I|re.M)
 
@@ -66,7 +66,7 @@ def one_line(
     "Text that cannot start a line of its own."
     return _token.sub(lambda m: m[0]+' ', ' '.join(text.split()))
 
-# %% ../nbs/24_reader.ipynb #46cd2251
+# %% ../nbs/24_reader.ipynb #7b8c7c7e
 def as_block(
     text:str, # A paragraph's text
 )->str: # The same, no line of which can be taken for a part of the prompt
@@ -74,7 +74,7 @@ def as_block(
     lines = (_token.sub(lambda m: m[0]+' ', l.strip()) for l in text.splitlines())
     return _marker.sub(r'\\', '\n'.join(l for l in lines if l))
 
-# %% ../nbs/24_reader.ipynb #506ac751
+# %% ../nbs/24_reader.ipynb #a76161af
 @dataclass(frozen=True)
 class Example:
     "A worked example of a sub-question."
@@ -89,7 +89,7 @@ class Chain:
     steps:tuple[tuple[str,str],...]  # Pairs (sub-question, sub-answer)
     answer:str
 
-# %% ../nbs/24_reader.ipynb #3c10e3f2
+# %% ../nbs/24_reader.ipynb #1b78dd5f
 FORMS = ('chat', 'completion')
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Prompt:
         "Hash of all the words: it belongs into the configuration of a run."
         return hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/24_reader.ipynb #f01ee2c1
+# %% ../nbs/24_reader.ipynb #f3fc2c37
 class PromptError(ValueError):
     "A prompt that cannot be used; the message names the file and the field."
 
@@ -131,7 +131,7 @@ def check_prompt(
             for j,x in enumerate(getattr(e, pairs)): need(len(x)==2, f'{f}[{i}].{pairs}[{j}] is not a pair')
     return p
 
-# %% ../nbs/24_reader.ipynb #3935bdda
+# %% ../nbs/24_reader.ipynb #e1c03b3c
 CHAT = check_prompt(Prompt('chat', 'chat',
     system='You answer a question from the paragraphs that come with it, and from nothing else. '
            'Reply with the answer only: the shortest span that answers the question, or yes, or no. '
@@ -148,7 +148,7 @@ def chat_question(
     ps = [f'[Paragraph {i} | score={s:.3f}]\nTitle: {one_line(p.title)}\n{as_block(p.text)}' for i,(p,s) in enumerate(paragraphs, 1)]
     return '\n\n'.join(['Provided paragraphs:', *(ps or ['(none)']), f'Question: {one_line(question)}', 'Answer:'])
 
-# %% ../nbs/24_reader.ipynb #2e0e61f4
+# %% ../nbs/24_reader.ipynb #f77f9d83
 def _said(answer): return one_line(answer) or 'unknown'
 
 def chat_steps(
@@ -159,7 +159,7 @@ def chat_steps(
     return '\n\n'.join(['Reasoning steps:\n' + '\n'.join(f'{i}. {one_line(q)} {_said(a)}' for i,(q,a) in enumerate(steps, 1)),
                         f'Question: {one_line(query)}', 'Answer:'])
 
-# %% ../nbs/24_reader.ipynb #67ee17f0
+# %% ../nbs/24_reader.ipynb #a53c9d13
 _words = re.compile(r'\w+')
 
 def sentences(
@@ -176,7 +176,7 @@ def word_counts(
     "How common each word is in the sentences at hand."
     return Counter(w for t in texts for s in sentences(t) for w in _set(s))
 
-# %% ../nbs/24_reader.ipynb #b396f695
+# %% ../nbs/24_reader.ipynb #d98b0237
 def shorten(
     text:str,         # A paragraph
     question:str,     # What it is read for
@@ -195,7 +195,7 @@ def shorten(
         n += size
     return ' '.join(' '.join(ss[i] for i in sorted(keep)).split()[:words])
 
-# %% ../nbs/24_reader.ipynb #75ca8645
+# %% ../nbs/24_reader.ipynb #b460d000
 _examples = (
     Example((('Port Lune', 'Port Lune is a port on the north coast of Lower Sare. It has no railway station.'),),
             'Is there a railway station in Port Lune?', 'no'),
@@ -215,7 +215,7 @@ _examples = (
     Example((('Mount Isk', 'Mount Isk, at 3,204 metres, is the highest point of the Senna Range in the south of Veland. '
               'Its glacier feeds the Lorn River.'),), 'What is the country of Mount Isk?', 'Veland'))
 
-# %% ../nbs/24_reader.ipynb #a61e8c4a
+# %% ../nbs/24_reader.ipynb #49b6362e
 _chains = (
     Chain('Are Mount Isk and Calder Peak in the same country?',
           (('What is the country of Mount Isk?', 'Veland'), ('What is the country of Calder Peak?', 'Ostmark')), 'no'),
@@ -241,7 +241,7 @@ _chains = (
 COMPLETION = check_prompt(Prompt('completion', 'completion', examples=_examples, chains=_chains, words=40, best=5, tail=12))
 PROMPTS = {p.name: p for p in (CHAT, COMPLETION)}
 
-# %% ../nbs/24_reader.ipynb #a7740a0b
+# %% ../nbs/24_reader.ipynb #25286fd1
 def case(
     paragraphs, # Pairs (title, text), shown in this order
     question:str, # What is asked
@@ -260,19 +260,21 @@ def chain_case(
 
 def worked(cases, answers): return ''.join(f'{c} {one_line(a)}\n\n' for c,a in zip(cases, answers))
 
-# %% ../nbs/24_reader.ipynb #c577cfbf
+# %% ../nbs/24_reader.ipynb #30f86181
 def load_prompt(
-    path, # YAML file
+    path, # YAML file; a relative path is taken from the project root
 )->Prompt:
     "Read a prompt file; `PromptError` names the file and the field."
     import yaml
-    path = Path(path)
+    path = resolve_path(path)
     try: d = yaml.safe_load(path.read_text(encoding='utf-8'))
     except FileNotFoundError: raise PromptError(f'{path}: no such prompt file; built in are {", ".join(PROMPTS)}') from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e: raise PromptError(f'{path}: cannot be read: {e}') from None
     if not isinstance(d, dict): raise PromptError(f'{path}: expected fields of a prompt, got {type(d).__name__}')
     try: return check_prompt(from_dict(Prompt, {'name': path.stem, **d}, path.name), path.name)
-    except TraceError as e: raise PromptError(f'{e} (numbers, dates, yes and no that are meant as text need quotation marks)') from None
+    except TraceError as e:
+        hint = ' (put text that looks like a number, a date, yes or no in quotation marks)' if 'expected str' in str(e) else ''
+        raise PromptError(f'{e}{hint}') from None
 
 def save_prompt(
     p:Prompt, # Prompt
@@ -283,7 +285,7 @@ def save_prompt(
     Path(path).write_text(yaml.safe_dump(to_dict(p), sort_keys=False, allow_unicode=True, width=120), encoding='utf-8')
     return Path(path)
 
-# %% ../nbs/24_reader.ipynb #b2952d66
+# %% ../nbs/24_reader.ipynb #c4de2ddc
 def find_prompt(
     prompt,        # `'auto'`, a built-in name, a YAML file, or a `Prompt`
     model:str='',  # Name of the model, for `'auto'`
@@ -316,7 +318,7 @@ class Reader:
         else: r = self.llm.complete(text, prefix=prefix, max_tokens=self.max_tokens, stop='\n')
         return as_answer(r)
 
-# %% ../nbs/24_reader.ipynb #fae8b8c1
+# %% ../nbs/24_reader.ipynb #9014775a
 @patch
 def _evidence(self:Reader, question, paragraphs):
     "Pairs (title, text) in the order in which a completion shows them."
@@ -335,7 +337,7 @@ def answer(self:Reader,
     if self.chat: return self._ask(self.prompt.system, '', chat_question(question, paragraphs))
     return self._ask('', self.examples, case(self._evidence(question, paragraphs), question))
 
-# %% ../nbs/24_reader.ipynb #acd3c458
+# %% ../nbs/24_reader.ipynb #f7e27295
 @patch
 def aggregate(self:Reader,
     query:str,                   # What the user asked
