@@ -3,9 +3,10 @@ import hashlib
 
 import pytest
 
-from cmtrag.experiment import eval_dialogues, eval_source
+from cmtrag.experiment import eval_source
 from cmtrag.generator import GoldGenerator
 from cmtrag.llm import ScriptedLLM
+from cmtrag.mumuqa import assemble
 from cmtrag.pipeline import CMTSystem, hold_all
 from cmtrag.profiles import load_profile, make_reader
 from cmtrag.reader import Reader
@@ -20,7 +21,7 @@ def scripted(prompt):
 
 @pytest.fixture(scope='module')
 def world():
-    data = eval_dialogues(eval_source('world', 'dev', size='tiny'), 'dev', 40)
+    data = assemble(eval_source('world', 'dev', size='tiny'), split='dev', n_short=35, n_long=5, fewest=(14,20))
     return data,Index.build(data.corpus, MiniLM())
 
 def run(world, reader, n, workers):
