@@ -488,7 +488,7 @@ def _one(self:EndpointLLM, r):
     text = c.text if isinstance(r.prompt, str) else c.message.content
     text,closed = strip_thinking(text or '')
     text,_ = _cut(text, r.stop)
-    finish = 'thinking' if not closed else 'invalid' if r.schema and not _is_json(text) else c.finish_reason or 'stop'
+    finish = 'thinking' if not closed else 'invalid' if r.schema and c.finish_reason!='length' and not _is_json(text) else c.finish_reason or 'stop'
     return Reply(text, u.prompt_tokens if u else 0, u.completion_tokens if u else 0, time.perf_counter()-t0, finish=finish,
                  logprobs=self._pairs(c), raw={'attempts': n, 'reply': o.model_dump(mode='json')})
 

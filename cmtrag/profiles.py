@@ -7,7 +7,7 @@ __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_fo
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
            'make_reader']
 
-# %% ../nbs/28_profiles.ipynb #7fcaa2c9
+# %% ../nbs/28_profiles.ipynb #6580ceac
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #908f855e
+# %% ../nbs/28_profiles.ipynb #7a15b9d8
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -25,7 +25,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #bb3481b3
+# %% ../nbs/28_profiles.ipynb #6ff7d8aa
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -40,7 +40,7 @@ def read_params(
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #57707395
+# %% ../nbs/28_profiles.ipynb #64f9ac13
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -55,7 +55,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #620ed3c0
+# %% ../nbs/28_profiles.ipynb #711e2546
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -66,10 +66,10 @@ class Profile:
     window:int=10             # Keyword lookup sees traces older than this many turns
     threshold:float=.05       # Similarity that lookup must exceed
     keywords:str='resolved'   # Or `literal`
-    reader:str='smol'         # A name of `readers.yaml`
+    reader:str='span'         # A name of `readers.yaml`
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #0d013dc7
+# %% ../nbs/28_profiles.ipynb #0c8b0f8f
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -90,7 +90,7 @@ def load_profile(
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #c0051ca9
+# %% ../nbs/28_profiles.ipynb #86880de6
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -116,9 +116,9 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #eeda25a7
+# %% ../nbs/28_profiles.ipynb #1ad0c83b
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
-READER_KINDS = ('smollm', 'endpoint')
+READER_KINDS = ('span', 'smollm', 'endpoint')
 
 def readers():
     "All readers by name, checked."
@@ -138,25 +138,33 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #b492443b
+# %% ../nbs/28_profiles.ipynb #7cf42d0e
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
 ):
     "The model behind a reader; `check()` on it says at once whether it can be used."
     d = readers()[name]
+    if d['kind']=='span': raise ProfileError(f'reader {name} only extracts, it is no language model; those that write are {", ".join(n for n,r in readers().items() if r["kind"]!="span")}')
     llm = SmolLM() if d['kind']=='smollm' else EndpointLLM.named(name, d['model'], d['port'])
     if not llm.name: raise ProfileError(f'reader {name} has no model: set CMTRAG_{name.upper()}_MODEL, and CMTRAG_{name.upper()}_URL to where it is served')
     return CachedLLM(llm, cache_root()/'replies'/name) if cache else llm
+
+def _span(profile, check):
+    from cmtrag.span import SpanReader
+    r = SpanReader(prior=profile.encoder=='minilm')  # its weight of the retrieval score was learnt on MiniLM's cosines
+    if check: r.check()
+    return r
 
 def make_reader(
     profile:Profile,  # Gives the default reader
     name:str='',      # Reader name
     cache:bool=True,  # Keep replies on disk?
     check:bool=True,  # Make sure now that the model can be used?
-)->Reader:
-    "A stateless reader by name (Section C.2); `LLMError` says what to start or install when its model can't be used."
+): # `Reader` or `SpanReader`
+    "A stateless reader by name (Section C.2); `LLMError` or `SpanError` says what to start or install when its model can't be used."
     name = reader_name(profile, name)
+    if readers()[name]['kind']=='span': return _span(profile, check)
     llm = make_llm(name, cache)
     if check: llm.check()
     d = readers()[name]

@@ -313,6 +313,11 @@ class Reader:
         "What decides its answers, for the configuration of a run."
         return dict(model=self.llm.name, revision=self.llm.revision, prompt=self.prompt.name, prompt_version=self.prompt.version, max_tokens=self.max_tokens)
 
+    @property
+    def replies(self): return getattr(self.llm, 'misses', 0)  # made by the model
+    @property
+    def cached(self): return getattr(self.llm, 'hits', 0)     # taken from the reply cache
+
     def _ask(self, system, prefix, text):
         if self.chat: r = self.llm.complete([dict(role='system', content=system), dict(role='user', content=text)], max_tokens=self.max_tokens)
         else: r = self.llm.complete(text, prefix=prefix, max_tokens=self.max_tokens, stop='\n')

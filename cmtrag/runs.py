@@ -30,8 +30,10 @@ def project_root()->Path: # Absolute path
 
 # %% ../nbs/04_runs.ipynb #b4bcebdb
 def cache_root()->Path: # Absolute path
-    "Folder for what can be made again: `CMTRAG_CACHE`, else `.cache` in the project root."
-    return Path(os.environ.get('CMTRAG_CACHE') or project_root()/'.cache').expanduser().resolve()
+    "Folder for what can be made again: `CMTRAG_CACHE`, else `.cache` in the project, else (installed, no project) the user's cache folder."
+    if c := os.environ.get('CMTRAG_CACHE'): return Path(c).expanduser().resolve()
+    if os.environ.get('CMTRAG_HOME') or _above(_package): return project_root()/'.cache'
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'cmtrag'
 
 def resolve_path(
     path, # Absolute, with `~`, or relative to the project root
