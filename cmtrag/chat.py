@@ -8,8 +8,9 @@ __all__ = ['TRANSCRIPT', 'COMMANDS', 'GENERATORS', 'ChatError', 'plain', 'one_li
            'dag_links', 'Chat', 'documents_home', 'Indexed', 'read_documents', 'index_documents', 'make_generator',
            'open_chat']
 
-# %% ../nbs/29_chat.ipynb #54de4b3c
-import contextlib, difflib, hashlib, json, os, re, shutil
+# %% ../nbs/29_chat.ipynb #a03f723d
+import contextlib, difflib, hashlib, json, os, re, shutil, sys
+from datetime import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +19,7 @@ from fastcore.basics import patch
 from .traces import TraceDraft, TraceError, TraceNode, Turn, escape_refs, from_dict, to_dict
 from .sources import Corpus
 from .runs import cache_root
-from .documents import Documents, read_folder
+from .documents import DocumentError, Documents, read_folder, show_name
 from .llm import LLMError
 from .generator import WholeQuery
 from .dag import TraceDAG, lanes
@@ -26,11 +27,11 @@ from .retrieval import Retriever, index_for
 from .pipeline import Session, Step
 from .profiles import ProfileError, load_profile, make_encoder, make_reader, make_retriever, reader_name, readers
 
-# %% ../nbs/29_chat.ipynb #2948ebb4
+# %% ../nbs/29_chat.ipynb #048191e7
 class ChatError(ValueError):
     "What was typed cannot be done, or a part failed; the message says what to do. The conversation is as it was."
 
-# %% ../nbs/29_chat.ipynb #09fbbf7c
+# %% ../nbs/29_chat.ipynb #645eabeb
 _control = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 def plain(
@@ -47,7 +48,7 @@ def one_line(
     s = plain(' '.join(s.split()))
     return s if not n or len(s)<=n else s[:n-1].rstrip()+'…'
 
-# %% ../nbs/29_chat.ipynb #fa71cba8
+# %% ../nbs/29_chat.ipynb #2993b603
 def citation(
     corpus,                     # `Corpus` that holds it
     pid:str,                    # Paragraph id
@@ -67,7 +68,7 @@ def numbers(
     "The citation numbers of a turn."
     return {p: i for i,p in enumerate(dict.fromkeys(p for c in context for p in c), 1)}
 
-# %% ../nbs/29_chat.ipynb #b5b215b2
+# %% ../nbs/29_chat.ipynb #c2911de9
 def why_reused(
     dag,                 # `TraceDAG` with the traces before
     deps:Iterable[int],  # Dependencies of the trace
@@ -83,12 +84,13 @@ def answer_in(
     pids:Iterable[str],   # Paragraphs shown
     answer:str,           # The answer
 )->list[str]: # Those that hold it, word for word
-    "The paragraphs in which the answer itself stands."
+    "The paragraphs in which the answer itself stands. Yes and no stand in none: such a word in a text does not say so."
+    if answer.lower().strip(' .') in ('yes', 'no'): return []
     flat = lambda s: ' '.join(['', *re.findall(r'\w+', s.lower()), ''])
     a = flat(answer)
     return [p for p in pids if a.strip() and a in flat(f'{corpus[p].title} | {corpus[p].text}')]
 
-# %% ../nbs/29_chat.ipynb #2f8fe692
+# %% ../nbs/29_chat.ipynb #7bb34b13
 def plan_text(
     step:Step, # A `plan` step
 )->str: # One line a draft
@@ -114,7 +116,7 @@ def trace_text(
     said = ' · '.join(x for x in (mine, old and f'from memory {old}') if x) or 'none'
     return f'T{node.id} {one_line(node.sub_question)}{deps}\n   → {one_line(node.answer) or "(no answer)"}{held}\n   evidence {said}'
 
-# %% ../nbs/29_chat.ipynb #4704fa5f
+# %% ../nbs/29_chat.ipynb #83e30d17
 def _many(n, what, plural=''): return f'{n:,} {what if n==1 else plural or what+"s"}'
 
 def cost_text(
@@ -146,7 +148,7 @@ def turn_text(
     parts = [trace_text(corpus, dag, *x, cite) for x in zip(turn.nodes, turn.context, turn.reused, turn.looked_up)]
     return '\n'.join([*parts, '', end_text(corpus, turn, documents)])
 
-# %% ../nbs/29_chat.ipynb #1152794a
+# %% ../nbs/29_chat.ipynb #59f2590e
 def turn_record(
     chat,       # `Chat`
     turn:Turn,  # One of its turns
@@ -163,7 +165,7 @@ def turn_record(
     return dict(turn=turn.turn, query=turn.query, answer=turn.answer, traces=traces, evidence=evidence, calls=turn.calls, seconds=turn.seconds, notes=list(turn.notes),
                 reader=chat.session.reader.name, generator=chat.session.generator.name)
 
-# %% ../nbs/29_chat.ipynb #c268a26d
+# %% ../nbs/29_chat.ipynb #730d20e5
 def _rows(dag, queries):
     "Lines of a drawing: `(trace id or None, text)`."
     q,rows = dict(enumerate(queries, 1)),[]
@@ -185,7 +187,7 @@ def _margin(r, spans, lane, width):
         out += c + ('─' if reach else ' ')
     return out
 
-# %% ../nbs/29_chat.ipynb #05dd8f01
+# %% ../nbs/29_chat.ipynb #33ba0678
 def dag_text(
     dag,                     # `TraceDAG`
     queries:Iterable[str]=() # The user's questions, from turn 1
@@ -215,7 +217,7 @@ def dag_links(
         open_ |= {i: k for i,c in enumerate(m[1]) if c in '┌┬'}
     return out
 
-# %% ../nbs/29_chat.ipynb #9660565f
+# %% ../nbs/29_chat.ipynb #00543cdc
 class Chat:
     "A session with everything around it that a person needs."
     def __init__(self,
@@ -225,18 +227,19 @@ class Chat:
         profile:str='',             # Name of the profile, for transcripts
     ):
         self.session,self.documents,self.about,self.profile,self.done = session,documents,list(about),profile,False
-        self.corpus = session.retriever.corpus
+        self.corpus,self.saved = session.retriever.corpus,[]
     def __repr__(self): return f'Chat over {_many(len(self.corpus), "paragraph")}, {_many(len(self.session.turns), "turn")}'
 
 @patch
 def steps(self:Chat,
     question:str, # As typed
 )->Iterator[Step]:
-    "The steps of a turn, from `Session.stream`; `ChatError` when a part fails."
+    "The steps of a turn, from `Session.stream`; `ChatError` when a part fails. Bytes that are no text become `\ufffd`."
+    question = re.sub('[\ud800-\udfff]', '\ufffd', question)  # a shell hands bytes on that no model can be sent
     try: yield from self.session.stream(question)
     except (ValueError, LLMError, OSError) as e: raise ChatError(f'this turn failed and is not part of the conversation: {one_line(str(e))}') from e
 
-# %% ../nbs/29_chat.ipynb #b8d60c0f
+# %% ../nbs/29_chat.ipynb #8bc9c5bf
 @patch
 def tell(self:Chat,
     text:str, # A question, or a command that begins with `/`
@@ -267,36 +270,44 @@ def say(self:Chat,
     "The whole reply."
     return '\n'.join(self.tell(text))
 
-# %% ../nbs/29_chat.ipynb #3492e636
+# %% ../nbs/29_chat.ipynb #9735dd69
 TRANSCRIPT = 1
+
+@contextlib.contextmanager
+def _of_file(path, what):
+    "Whatever is wrong with a file name or file (no such user, too long, a zero byte, no right) is a `ChatError`."
+    try: yield
+    except ChatError: raise
+    except (OSError, ValueError, RuntimeError) as e: raise ChatError(f'{one_line(str(path), 200)} cannot be {what}: {getattr(e, "strerror", None) or one_line(str(e))}') from None
 
 @patch
 def save(self:Chat,
     path, # File to write; one that is there is replaced only if it is a transcript
 )->Path: # The file
     "Write the conversation as JSON; `ChatError` when that is impossible."
-    s,path = self.session,Path(path).expanduser()
-    d = dict(transcript=TRANSCRIPT, profile=self.profile, generator=s.generator.name, reader=s.reader.name, corpus=self.corpus.hash,
-             turns=[to_dict(t) for t in s.turns], states=[s.generator.dump(x) for x in s.states[1:]])
-    if path.exists():
-        try: _read_transcript(path)
-        except ChatError: raise ChatError(f'{path} is there and is no transcript: choose another name') from None
-    tmp = path.with_name(f'.{path.name}.{os.getpid()}')
-    try:
+    s = self.session
+    with _of_file(path, 'written'):
+        path = Path(path).expanduser()
+        d = dict(transcript=TRANSCRIPT, profile=self.profile, generator=s.generator.name, reader=s.reader.name, corpus=self.corpus.hash,
+                 turns=[to_dict(t) for t in s.turns], states=[s.generator.dump(x) for x in s.states[1:]])
+        if path.exists():
+            try: _read_transcript(path)
+            except ChatError: raise ChatError(f'{path} is there and is no transcript: choose another name') from None
+        tmp = path.with_name(f'.{path.name}.{os.getpid()}')
         tmp.write_text(json.dumps(d, ensure_ascii=False, indent=1)+'\n', encoding='utf-8', errors='backslashreplace')
         os.replace(tmp, path)
-    except OSError as e: raise ChatError(f'{path} cannot be written: {e.strerror}') from None
+    self.saved = list(s.turns)
     return path
 
 def _read_transcript(path):
-    try: d = json.loads(path.read_text(encoding='utf-8'))
-    except OSError as e: raise ChatError(f'{path} cannot be read: {e.strerror}') from None
-    except ValueError as e: raise ChatError(f'{path} is no transcript: {e}') from None
+    with _of_file(path, 'read'): text = path.read_bytes()
+    try: d = json.loads(text.decode('utf-8'))
+    except (ValueError, RecursionError) as e: raise ChatError(f'{path} is no transcript: {e}') from None
     if not isinstance(d, dict) or d.get('transcript')!=TRANSCRIPT: raise ChatError(f'{path} is no transcript of this version: write one with /save')
     if not all(isinstance(d.get(k), list) for k in ('turns','states')) or len(d['turns'])!=len(d['states']): raise ChatError(f'{path}: turns and states do not match; the file was changed')
     return d
 
-# %% ../nbs/29_chat.ipynb #738459e7
+# %% ../nbs/29_chat.ipynb #6ba0e5ad
 def _seen(generator, turns):
     "States of `generator` after each of `turns`, which another one planned."
     state,out = generator.start(),[]
@@ -311,7 +322,8 @@ def load(self:Chat,
     path, # File that `save` wrote
 )->str: # What was loaded, in words
     "Go on from a transcript instead of the present conversation; `ChatError` when that is impossible."
-    s,path = self.session,Path(path).expanduser()
+    s = self.session
+    with _of_file(path, 'read'): path = Path(path).expanduser()
     d = _read_transcript(path)
     try:
         turns = [from_dict(Turn, t, f'turns[{i}]') for i,t in enumerate(d['turns'])]
@@ -319,11 +331,21 @@ def load(self:Chat,
         if gone: raise ChatError(f'{path} leans on {_many(len(gone), "paragraph")} that {"is" if len(gone)==1 else "are"} not in this index: it is of other documents, or they have changed')
         s.restore(turns, d['states'] if d.get('generator')==s.generator.name else _seen(s.generator, turns))
     except ChatError: raise
-    except (ValueError, TypeError, KeyError) as e: raise ChatError(f'{path}: {one_line(str(e))}') from e
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as e: raise ChatError(f'{path}: {one_line(str(e))}') from e
+    self.saved = list(s.turns)
     other = [f'{what} is now {now}, was {d.get(what)}' for what,now in (('generator', s.generator.name), ('reader', s.reader.name)) if d.get(what)!=now]
     return ' · '.join([f'{_many(len(turns), "turn")} loaded', *other])
 
-# %% ../nbs/29_chat.ipynb #1b5576c7
+# %% ../nbs/29_chat.ipynb #bf50736b
+@patch
+def autosave(self:Chat)->Path: # The file; `None` when there is nothing to lose
+    "Write turns that are not saved yet to the cache; `ChatError` when that is impossible."
+    if not self.session.turns or self.session.turns==self.saved: return None
+    folder = cache_root()/'chats'
+    with _of_file(folder, 'made'): folder.mkdir(parents=True, exist_ok=True)
+    return self.save(folder/f'{datetime.now().strftime("%Y-%m-%d_%H%M%S")}-{os.getpid()}.json')
+
+# %% ../nbs/29_chat.ipynb #9caf72eb
 def _show(chat, arg):
     turn = chat.session.turns[-1] if chat.session.turns else None
     ids  = {str(n): p for p,n in numbers(turn.context).items()} if turn else {}
@@ -346,7 +368,7 @@ def _quit(chat, arg):
     chat.done = True
     return ''
 
-# %% ../nbs/29_chat.ipynb #760f9ae1
+# %% ../nbs/29_chat.ipynb #d098b9c7
 def _file(what): return lambda chat,arg: what(chat, arg) if arg else _wants_file()
 def _wants_file(): raise ChatError('a file name must follow')
 
@@ -370,12 +392,16 @@ def command(self:Chat,
         raise ChatError(f'unknown command /{one_line(name, 30)}' + (f', did you mean /{near[0]}?' if near else ';') + ' /help lists what there is (a question that begins with / needs a space before it)')
     return COMMANDS[name][2](self, arg.strip())
 
-# %% ../nbs/29_chat.ipynb #96086a89
+# %% ../nbs/29_chat.ipynb #4a962fb6
+def _real(folder):
+    try: return Path(folder).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as e: raise DocumentError(f'{one_line(str(folder), 200)}: is no folder that can be used: {one_line(str(e))}') from None
+
 def documents_home(
     folder, # A folder with documents
 )->Path: # Where its index lives, unless told otherwise
     "`documents/<name>-<hash of the resolved path>` in the cache."
-    p = Path(folder).expanduser().resolve()
+    p = _real(folder)
     return cache_root()/'documents'/f"{re.sub(r'[^A-Za-z0-9._-]+', '-', p.name) or 'root'}-{hashlib.sha256(os.fsencode(p)).hexdigest()[:10]}"
 
 @dataclass(frozen=True)
@@ -389,38 +415,59 @@ class Indexed:
         i = self.index
         return f'{self.documents.summary()}\n{_many(i.encoded, "paragraph")} new, {i.taken_over if i.encoded else len(i):,} taken over ({len(i):,} in all, encoder {i.encoder.name})'
 
-# %% ../nbs/29_chat.ipynb #a040af4c
+# %% ../nbs/29_chat.ipynb #296aedf2
 def _prune(home, index):
-    "Remove the indexes in `home` that `index` came after: same encoder, other state of the folder."
-    keep = f"-{index.manifest['corpus']}"
-    for m in home.glob(f'{index.encoder.name}-*/manifest.json'):
-        if not m.parent.name.endswith(keep): shutil.rmtree(m.parent, ignore_errors=True)
+    "Remove the indexes in `home` that `index` came after: same encoder, dimension and revision (named as `index_for` does), other state of the folder."
+    e = index.encoder
+    mine = f'{e.name}-{e.dim}-{hashlib.sha256(e.revision.encode()).hexdigest()[:8]}-'
+    for m in home.glob('*/manifest.json'):
+        corpus = m.parent.name.removeprefix(mine)
+        if corpus!=m.parent.name and '-' not in corpus and corpus!=index.manifest['corpus']: shutil.rmtree(m.parent, ignore_errors=True)
+
+def _known(home, folder=None):
+    "What was read before into `home`; `DocumentError` when that was another folder than `folder`."
+    if not (state := home/'documents.json').is_file(): return None
+    try: known = Documents.load(state)
+    except ValueError: return None  # damaged: read anew
+    if folder is not None and known.folder not in (str(folder), show_name(str(folder))):
+        raise DocumentError(f'{home}: holds the index of another folder, {known.folder}; name another place with --index (out=), or delete this one if that folder is gone')
+    return known
 
 def read_documents(
     folder,     # Documents
     out=None,   # Where the index is kept; `documents_home` by default
 )->tuple[Documents,Path]: # What is there, and where its index belongs
     "Read a folder; files that did not change since it was indexed are not parsed again. `DocumentError` says what is wrong."
-    home,known = Path(out).expanduser().resolve() if out else documents_home(folder),None
-    if (state := home/'documents.json').is_file():
-        with contextlib.suppress(ValueError): known = Documents.load(state)  # damaged: read anew
-    return read_folder(folder, known=known),home
+    home = _real(out) if out else documents_home(folder)
+    return read_folder(folder, known=_known(home, _real(folder) if out else None)),home
+
+@contextlib.contextmanager
+def _alone(home):
+    "Nobody else works on `home` meanwhile; whoever has to wait is told."
+    from filelock import FileLock, Timeout
+    lock = FileLock(home/'index.lock')
+    try: lock.acquire(timeout=1)
+    except Timeout:
+        print('another cmtrag is indexing this folder; waiting for it', file=sys.stderr, flush=True)
+        lock.acquire()
+    try: yield
+    finally: lock.release()
 
 def index_documents(
     docs:Documents,    # From `read_documents`
     encoder,           # `Encoder`
     home:Path,         # Where the index is kept
 )->Indexed:
-    "Bring the index of a folder up to date. `RetrievalError` says what is wrong."
-    from filelock import FileLock
+    "Bring the index of a folder up to date. `RetrievalError` says what is wrong, `DocumentError` that `home` is another folder's."
     home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home/'index.lock'):
+    with _alone(home):
+        _known(home, docs.folder)
         index = index_for(docs.corpus, encoder, root=home)
         docs.save(home/'documents.json')
         _prune(home, index)
     return Indexed(docs, index, home)
 
-# %% ../nbs/29_chat.ipynb #00447863
+# %% ../nbs/29_chat.ipynb #c0a44c97
 GENERATORS = ('auto', 'llm', 'query')
 
 def make_generator(
@@ -433,14 +480,14 @@ def make_generator(
     if kind not in GENERATORS: raise ProfileError(f'unknown generator {kind!r}; allowed: {", ".join(GENERATORS)}')
     endpoint = readers()[reader_name]['kind']=='endpoint'
     if kind=='llm' and not endpoint:
-        raise ProfileError(f'generator llm needs a reader behind an endpoint, {reader_name} is none: choose --reader endpoint, or --generator query')
+        raise ProfileError(f'generator llm needs a reader behind an endpoint, {reader_name} is none: choose --reader endpoint, or --generator query (in a notebook: reader or generator)')
     if kind=='query' or not endpoint:
         return WholeQuery(), ('Without a draft generator each question is asked as it stands: it is not taken apart, and follow-ups ("when was it built?") are not linked to earlier turns. '
-                              'For both, use a large model: --reader endpoint, with CMTRAG_ENDPOINT_URL and CMTRAG_ENDPOINT_MODEL set to an OpenAI-compatible server.')
+                              'For both, use a large model: --reader endpoint (in a notebook: reader = "endpoint"), with CMTRAG_ENDPOINT_URL and CMTRAG_ENDPOINT_MODEL set to an OpenAI-compatible server.')
     from cmtrag.generator import LLMDrafts
     return LLMDrafts(reader.llm), f'{reader.llm.name} also writes the sub-questions.'
 
-# %% ../nbs/29_chat.ipynb #eec3f1af
+# %% ../nbs/29_chat.ipynb #25bca04f
 def open_chat(
     source,                  # Folder, `Documents` or `Corpus`
     profile:str='small',     # Profile name
@@ -453,7 +500,7 @@ def open_chat(
     name = reader_name(prof, reader)
     if generator not in GENERATORS: raise ProfileError(f'unknown generator {generator!r}; allowed: {", ".join(GENERATORS)}')
     if isinstance(source, Corpus): docs = None
-    elif isinstance(source, Documents): docs,home = source,Path(out) if out else documents_home(source.folder)
+    elif isinstance(source, Documents): docs,home = source,_real(out) if out else documents_home(source.folder)
     else: docs,home = read_documents(source, out)
     answerer = make_reader(prof, name)  # cheap failures first: folder, server, then the encoder
     gen,said = make_generator(prof, name, answerer, generator)

@@ -6,12 +6,12 @@
 __all__ = ['EVAL_PARAMETERS', 'RUN', 'CLIError', 'say', 'run_index', 'run_ask', 'run_chat', 'eval_command', 'run_eval',
            'run_doctor', 'Parser', 'parser', 'error_line', 'main']
 
-# %% ../nbs/34_cli.ipynb #976ccf57
-import argparse, contextlib, json, os, re, subprocess, sys, warnings
+# %% ../nbs/34_cli.ipynb #aea166ea
+import argparse, contextlib, json, os, re, shlex, subprocess, sys, traceback, warnings
 from pathlib import Path
 import cmtrag
 
-# %% ../nbs/34_cli.ipynb #33f2480c
+# %% ../nbs/34_cli.ipynb #d9fc9948
 class CLIError(ValueError):
     "Wrong use of the command line."
 
@@ -21,7 +21,7 @@ def say(
     "Write to the error output."
     print(*text, sep='\n', file=sys.stderr, flush=True)
 
-# %% ../nbs/34_cli.ipynb #bb3a5bf7
+# %% ../nbs/34_cli.ipynb #70540e30
 def _open(args):
     "A chat as the arguments describe it; what is said on the way goes to the error output."
     from cmtrag.chat import open_chat
@@ -56,7 +56,7 @@ def run_ask(
     print(json.dumps(turn_record(chat, turn), ensure_ascii=False, indent=1) if args.json else turn_text(chat.corpus, chat.session.dag, turn, chat.documents))
     return 0
 
-# %% ../nbs/34_cli.ipynb #24522054
+# %% ../nbs/34_cli.ipynb #52d28708
 @contextlib.contextmanager
 def _history():
     "Line editing, with a history that is kept in the cache; without `readline` (Windows) nothing."
@@ -89,18 +89,27 @@ def _lines(tty):
                 print()
                 return
 
-# %% ../nbs/34_cli.ipynb #394b7e8a
-def _reply(chat, line, tty):
-    "Print the reply to a line; False if there is none."
-    from cmtrag.chat import ChatError
+# %% ../nbs/34_cli.ipynb #6bbc0385
+def _reply(chat, line, tty, debug=False):
+    "Print the reply to a line; False if there is none. A fault of ours ends the reply, not the conversation."
     try:
         for s in chat.tell(line): print(s, flush=True)
         return True
-    except ChatError as e: say(f'cmtrag: {e}')
     except KeyboardInterrupt:
         if not tty: raise
         say('\nstopped: this turn is not part of the conversation')
+    except BrokenPipeError: raise
+    except Exception as e:
+        if debug: traceback.print_exc()
+        say(f'cmtrag: {error_line(e)[0]}')
     return False
+
+def _keep(chat):
+    "Save turns that no file holds, and say where."
+    from cmtrag.chat import ChatError
+    try:
+        if file := chat.autosave(): say(f'\nthe conversation is kept; the same command goes on with --resume {shlex.quote(str(file))}')
+    except ChatError as e: say(f'\ncmtrag: the conversation could not be kept: {_visible(str(e))}')
 
 def run_chat(
     args # Parsed arguments
@@ -110,14 +119,18 @@ def run_chat(
     if args.resume: say(chat.load(args.resume))
     tty,good = sys.stdin.isatty(),True
     if tty: say('Ask away; /help lists the commands.')
-    for line in _lines(tty):
-        if not line.strip(): continue
-        good &= _reply(chat, line, tty)
-        if chat.done: break
-        print(flush=True)
+    try:
+        for line in _lines(tty):
+            if not line.strip(): continue
+            good &= _reply(chat, line, tty, args.debug)
+            if chat.done: break
+            print(flush=True)
+    except BaseException:  # Ctrl-C at the prompt, a terminal that is gone
+        if tty: _keep(chat)
+        raise
     return 0 if good or tty else 2
 
-# %% ../nbs/34_cli.ipynb #ebb45e74
+# %% ../nbs/34_cli.ipynb #e3c5715f
 _noise = re.compile(r'(Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|.*KeyboardInterrupt caught in kernel|\s*$')
 
 def eval_command(
@@ -139,7 +152,7 @@ def run_eval(
     "Run the evaluation notebook; its lines come as they are written."
     import importlib.util
     cmd = eval_command(args)
-    if not importlib.util.find_spec('papermill'): raise CLIError("papermill is not installed; run: pip install 'cmtrag[dev]'")
+    if not importlib.util.find_spec('papermill'): raise CLIError("papermill is not installed; run, in the project: pip install '.[dev]'")
     with subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace') as p:
         for l in p.stdout:
             if args.debug or not _noise.match(l): print(l, end='', flush=True)
@@ -154,7 +167,7 @@ def run_doctor(
     print(json.dumps([vars(f) for f in found], ensure_ascii=False, indent=1) if args.json else doctor_text(found, args.profile))
     return int(any(f.state=='fail' for f in found))
 
-# %% ../nbs/34_cli.ipynb #a1ac972e
+# %% ../nbs/34_cli.ipynb #17b07fc7
 class Parser(argparse.ArgumentParser):
     "An `ArgumentParser` whose errors are one line."
     def error(self, message):
@@ -173,7 +186,7 @@ def _debug(p):
     p.add_argument('--debug', action='store_true', help='show where an error comes from')
     p.set_defaults(debug=False)
 
-# %% ../nbs/34_cli.ipynb #764a435d
+# %% ../nbs/34_cli.ipynb #f2485b26
 _about = {'index': 'read a folder (Markdown, text, HTML, JSONL) and index it; again: only what changed', 'ask': 'answer one question about a folder', 'chat': 'hold a conversation about a folder',
           'eval': 'run the evaluation notebook', 'doctor': 'what is installed, what will run, and what to do about the rest'}
 EVAL_PARAMETERS = 'profile, reader, systems, source, split, limit, k, seed, workers, tag'
@@ -201,17 +214,21 @@ def parser()->Parser: # All commands
     for p in ps.values(): _debug(p)
     return top
 
-# %% ../nbs/34_cli.ipynb #67688cb9
+# %% ../nbs/34_cli.ipynb #7658bc0a
 RUN = dict(index=run_index, ask=run_ask, chat=run_chat, eval=run_eval, doctor=run_doctor)
+
+def _visible(s):
+    "Control characters, surrogates and what else no terminal should be sent, escaped."
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in s)
 
 def error_line(
     e:BaseException # What was raised
 )->tuple[str,int]: # One line, exit code
     "An error for a person, and the exit code that belongs to it."
-    text = ' '.join(str(e).split())
+    text = _visible(' '.join(str(e).split()))
     if type(e).__module__.startswith('cmtrag.') or type(e).__module__=='__main__': return text,2
     if isinstance(e, ImportError): return f'{text}; run: cmtrag doctor',2
-    if isinstance(e, OSError): return f'{e.filename or ""}{": " if e.filename else ""}{e.strerror or text}',2
+    if isinstance(e, OSError): return _visible(f'{e.filename or ""}{": " if e.filename else ""}{e.strerror or text}'),2
     return f'unexpected {type(e).__name__}: {text} (with --debug: where)',1
 
 def main(
@@ -233,7 +250,7 @@ def main(
         say(f'cmtrag: {line}')
         return code
 
-# %% ../nbs/34_cli.ipynb #ba2b694a
+# %% ../nbs/34_cli.ipynb #0440cb44
 def _run(args):
     try:
         code = RUN[args.command](args)
@@ -247,5 +264,5 @@ def _run(args):
         with contextlib.suppress(OSError, ValueError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
-# %% ../nbs/34_cli.ipynb #5f910bd5
+# %% ../nbs/34_cli.ipynb #c5e74ae8
 if __name__=='__main__' and '__file__' in globals(): sys.exit(main())  # `python -m cmtrag.cli`; a notebook has no file

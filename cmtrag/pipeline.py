@@ -6,19 +6,19 @@
 __all__ = ['Step', 'Session', 'SessionBusy', 'AsyncSteps', 'System', 'CMTSystem', 'DirectSession', 'DirectSystem', 'hold',
            'hold_all']
 
-# %% ../nbs/26_pipeline.ipynb #62908dc7
+# %% ../nbs/26_pipeline.ipynb #8a9c8e7b
 import asyncio
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import RLock
 from time import perf_counter
 from typing import AsyncIterator, Callable, Iterator, Mapping, Protocol
 from fastcore.basics import patch
-from .traces import Dialogue, TraceDraft, TraceNode, Turn
+from .traces import Dialogue, TraceDraft, TraceError, TraceNode, Turn
 from .sources import Paragraph
 from .runs import map_local
 from .dag import TraceDAG
 
-# %% ../nbs/26_pipeline.ipynb #3d8a9578
+# %% ../nbs/26_pipeline.ipynb #27b6f322
 @dataclass
 class _Record:
     "What accumulates during one turn; becomes a `Turn`."
@@ -41,7 +41,7 @@ class _Record:
         try: return f(*args)
         finally: self.seconds[part] += perf_counter()-t
 
-# %% ../nbs/26_pipeline.ipynb #22a6a48e
+# %% ../nbs/26_pipeline.ipynb #ddd445be
 @patch
 def read(self:_Record, r):
     "Add a `ReaderReply` to the account; returns its answer."
@@ -60,7 +60,7 @@ def turn(self:_Record, answer):
     return Turn(self.t, self.query, answer, tuple(self.nodes), tuple(self.context), tuple(self.reused), tuple(self.looked_up), self.calls,
                 {k: round(v, 4) for k,v in self.seconds.items()}, tuple(self.replies), tuple(self.notes))
 
-# %% ../nbs/26_pipeline.ipynb #da99188d
+# %% ../nbs/26_pipeline.ipynb #cce259b8
 @dataclass(frozen=True)
 class Step:
     "What has just happened in a turn. Fields that a kind has no use for keep their defaults."
@@ -85,7 +85,7 @@ class Step:
                     answer=lambda: f'T{self.trace}: {self.answer}', turn=lambda: self.answer)
         return f'{self.kind:8} {said[self.kind]()}'
 
-# %% ../nbs/26_pipeline.ipynb #80ae81d2
+# %% ../nbs/26_pipeline.ipynb #086cbb6c
 class Session:
     "A conversation with its two memories: the generator's state and the trace DAG (Figure 3, Algorithm 1)."
     def __init__(self,
@@ -104,9 +104,9 @@ class Session:
         if keywords not in ('resolved', 'literal'): raise ValueError(f"keywords is {keywords!r}, allowed are 'resolved' and 'literal'")
         self.generator,self.retriever,self.reader,self.k,self.window,self.threshold = generator,retriever,reader,k,window,threshold
         self.keywords,self.reuse,self.by_keyword,self.carry_state,self.gold = keywords,reuse,reuse and lookup,carry_state,gold
-        self.dag,self.turns,self.states,self._under_way,self._lock = TraceDAG(),[],[generator.start()],None,Lock()
+        self.dag,self.turns,self.states,self._under_way,self._lock = TraceDAG(),[],[generator.start()],None,RLock()
 
-# %% ../nbs/26_pipeline.ipynb #e44799af
+# %% ../nbs/26_pipeline.ipynb #1f286e81
 @patch
 def _evidence(self:Session, question, deps, keywords, rec):
     fresh = self.retriever(question, self.k)
@@ -120,7 +120,7 @@ def _evidence(self:Session, question, deps, keywords, rec):
     rec.calls['retriever'] += 1
     return fresh,paras
 
-# %% ../nbs/26_pipeline.ipynb #734df2b8
+# %% ../nbs/26_pipeline.ipynb #6f8d9468
 @patch
 def _complete(self:Session, draft, rec):
     "The steps of one trace: its evidence, its answer."
@@ -142,7 +142,7 @@ def _complete(self:Session, draft, rec):
     rec.nodes.append(node); rec.answered.append((question, answer))
     yield done
 
-# %% ../nbs/26_pipeline.ipynb #f63a602d
+# %% ../nbs/26_pipeline.ipynb #f00cd037
 @patch
 def _steps(self:Session, rec):
     "The steps of one turn (Algorithm 1), with the state after it; changes nothing in the session."
@@ -159,7 +159,7 @@ def _steps(self:Session, rec):
     answer = rec.read(self.reader.aggregate(rec.query, rec.answered))                                  # line 13
     yield Step('turn', rec.t, rec.query, answer=answer, turn=rec.turn(answer), notes=tuple(rec.notes[n:]), seconds=rec.seconds['read']-t),state
 
-# %% ../nbs/26_pipeline.ipynb #c2a80b39
+# %% ../nbs/26_pipeline.ipynb #d4d37375
 class SessionBusy(ValueError):
     "A turn of this session is still under way."
 
@@ -177,18 +177,21 @@ def _begin(self:Session, query):
 
 @patch
 def _end(self:Session, rec):
-    if self._under_way is rec: self._under_way = None
+    with self._lock:
+        if self._under_way is rec: self._under_way = None
 
 @patch
 def _hand_out(self:Session, rec, step, state):
-    "A step on its way to the caller; with the last one the turn is in the session."
-    if step.turn:
-        self.dag = rec.dag
-        self.turns.append(step.turn); self.states.append(state)
-        self._end(rec)
+    "A step on its way to the caller, `None` if the turn was broken off meanwhile; with the last one the turn is in the session. Look and entry are one: no `close` comes between."
+    with self._lock:
+        if self._under_way is not rec: return None
+        if step.turn:
+            self.dag = rec.dag
+            self.turns.append(step.turn); self.states.append(state)
+            self._end(rec)
     return step
 
-# %% ../nbs/26_pipeline.ipynb #db2d7765
+# %% ../nbs/26_pipeline.ipynb #40106b21
 @patch
 def stream(self:Session,
     query:str, # The user's question $q_t$
@@ -207,7 +210,7 @@ def ask(self:Session,
     for step in self.stream(query): pass
     return step.turn
 
-# %% ../nbs/26_pipeline.ipynb #acbb020f
+# %% ../nbs/26_pipeline.ipynb #bd9c9de0
 @patch
 def fork(self:Session,
     turn:int|None=None, # Keep this many turns; default all
@@ -228,15 +231,32 @@ def undo(self:Session):
     self.dag = self.dag.truncate(len(self.turns))
     self._end(rec)
 
-# %% ../nbs/26_pipeline.ipynb #13a85cba
+# %% ../nbs/26_pipeline.ipynb #70b7820c
+def _check_record(turns, states):
+    "`TraceError` unless turns and states fit together."
+    if len(turns)!=len(states): raise TraceError(f'{len(turns)} turns but {len(states)} states')
+    for i,t in enumerate(turns, 1):
+        at = f'turn {i}'
+        if t.turn!=i: raise TraceError(f'has number {t.turn}', at)
+        for what in ('calls', 'seconds'):
+            for k,x in getattr(t, what).items():
+                if not isinstance(x, (int, float)): raise TraceError(f'{what}[{k!r}] is no number: {x!r}', at)
+        for n in t.nodes:
+            if n.turn!=i: raise TraceError(f'trace {n.id} is of turn {n.turn}', at)
+        for what in ('context', 'reused', 'looked_up'):
+            if (k := len(getattr(t, what)))!=len(t.nodes): raise TraceError(f'{len(t.nodes)} traces but {k} entries in {what}', at)
+        for n,c,r in zip(t.nodes, t.context, t.reused):
+            if not set(r) <= set(c): raise TraceError(f'trace {n.id}: reused holds paragraphs that context does not', at)
+
 @patch
 def restore(self:Session,
     turns:list[Turn], # Finished turns, from the first
     states:list,      # The generator's state after each, as `Generator.dump` wrote it
 ):
-    "Put finished turns back into a new session; it goes on after them. Turns or states that are none leave it as it was; `SessionBusy` while a turn is under way."
+    "Put finished turns back into a new session; it goes on after them. Turns or states that are none, or do not fit together (`TraceError`), leave it as it was; `SessionBusy` while a turn is under way."
     rec = self._begin('restore')
     try:
+        _check_record(turns, states)
         dag,after = TraceDAG(),self.states[:1]+[self.generator.load(s) for s in states]
         for n,found in ((n,f) for t in turns for n,f in zip(t.nodes, t.looked_up)): dag.append(n, found)
         self.dag,self.turns,self.states = dag,list(turns),after
@@ -247,29 +267,40 @@ def dump_state(self:Session):
     "The generator's current state, as JSON types."
     return self.generator.dump(self.states[-1])
 
-# %% ../nbs/26_pipeline.ipynb #b00f3104
+# %% ../nbs/26_pipeline.ipynb #8a026363
 class AsyncSteps:
     "The steps of a turn, each computed in a worker thread; what `Session.astream` returns."
-    def __init__(self, session, query): self.session,self.query,self.rec,self.steps = session,query,None,None
+    def __init__(self, session, query):
+        self.session,self.query,self.rec,self.steps,self.closed = session,query,None,None,False
+        self.turn = None  # The finished turn, once it is in the session
     def __aiter__(self): return self
+    def _start(self):
+        with self.session._lock:
+            if self.closed: raise StopAsyncIteration
+            if self.steps is None:
+                self.rec = self.session._begin(self.query)
+                self.steps = self.session._steps(self.rec)
+            if self.session._under_way is not self.rec: raise StopAsyncIteration
     async def __anext__(self):
-        if self.steps is None:
-            self.rec = self.session._begin(self.query)
-            self.steps = self.session._steps(self.rec)
-        if self.session._under_way is not self.rec: raise StopAsyncIteration
+        self._start()
         try: got = await asyncio.to_thread(next, self.steps)
         except BaseException:
             self.session._end(self.rec)
             raise
-        if self.session._under_way is not self.rec: raise StopAsyncIteration  # closed while the thread was at work
-        return self.session._hand_out(self.rec, *got)
+        with self.session._lock:
+            step = self.session._hand_out(self.rec, *got)
+            if step is None: raise StopAsyncIteration  # closed while the thread was at work
+            self.turn = step.turn
+        return step
     def close(self):
-        "Break off; the session is as it was."
-        if self.rec: self.session._end(self.rec)
+        "Break off, also before the first step; from any thread. Afterwards `turn` says for good whether the turn came in."
+        with self.session._lock:
+            self.closed = True
+            if self.rec: self.session._end(self.rec)
     __del__ = close
     async def aclose(self): self.close()
 
-# %% ../nbs/26_pipeline.ipynb #080923aa
+# %% ../nbs/26_pipeline.ipynb #06821dba
 @patch
 def astream(self:Session,
     query:str, # The user's question $q_t$
@@ -285,14 +316,14 @@ async def aask(self:Session,
     async for step in self.astream(query): pass
     return step.turn
 
-# %% ../nbs/26_pipeline.ipynb #30019df7
+# %% ../nbs/26_pipeline.ipynb #7235ce6f
 class System(Protocol):
     "Something that can hold a conversation over a corpus."
     name:str
     def start(self, dialogue:Dialogue|None=None):
         "A new conversation with `ask(query)`, `restore(turns, states)` and `dump_state()`; only oracles look at `dialogue`."
 
-# %% ../nbs/26_pipeline.ipynb #cc47068b
+# %% ../nbs/26_pipeline.ipynb #3782a94e
 class CMTSystem:
     "CMT-RAG with a given source of drafts: the oracle, the floor, and (with a trained generator) the method."
     def __init__(self,
@@ -308,7 +339,7 @@ class CMTSystem:
         gold = {t.id: t.answer for t in dialogue.traces} if self.gold_answers else None
         return Session(self.make_generator(dialogue), self.retriever, self.reader, gold=gold, **self.switches)
 
-# %% ../nbs/26_pipeline.ipynb #d31d95be
+# %% ../nbs/26_pipeline.ipynb #20f02767
 class DirectSession:
     "Direct C-RAG: one retrieval with the raw turn, one reader call."
     def __init__(self, retriever, reader, k=5): self.retriever,self.reader,self.k,self.turns = retriever,reader,k,[]
@@ -328,7 +359,7 @@ class DirectSystem:
     def __init__(self, retriever, reader, k=5, name='direct'): self.name,self.retriever,self.reader,self.k = name,retriever,reader,k
     def start(self, dialogue=None): return DirectSession(self.retriever, self.reader, self.k)
 
-# %% ../nbs/26_pipeline.ipynb #a43a4ed2
+# %% ../nbs/26_pipeline.ipynb #43b4a4a8
 def hold(
     system:System,      # Which system answers
     dialogue:Dialogue,  # The user's questions

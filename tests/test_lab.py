@@ -27,6 +27,26 @@ def test_the_stored_notebook_shows_a_conversation():
     assert page.count('class="cm-query"')==2 and page.count('class="cm-trace"')>=3 and 'image/svg+xml' in shown
     assert 'application/vnd.jupyter.widget-view+json' not in shown and 'widgets' not in nb['metadata']
 
+def papermill(base, *given):
+    "The chat notebook with other settings, as papermill sets them; what it shows, and the error output."
+    env = {**os.environ, 'CMTRAG_HOME': str(base), 'CMTRAG_CACHE': str(base/'cache'), 'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
+    (base/'params').mkdir(exist_ok=True)
+    (base/'params'/'quick.yaml').write_text('about: for tests\nencoder: hash\nreader: span\n')
+    r = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT/'nbs'/'70_chat.ipynb'), str(base/'out.ipynb'), '--no-progress-bar', *given], cwd=base, env=env, capture_output=True, text=True, timeout=300)
+    cells = json.loads((base/'out.ipynb').read_text(encoding='utf-8'))['cells']
+    return r.returncode,''.join(str(o.get('data', o.get('text', ''))) for c in cells for o in c.get('outputs', [])),r.stderr
+
+def test_settings_from_papermill(tmp_path):
+    "A folder that is given is the one that is talked to; a setting that there is none of, or of which there is no such value, is refused."
+    (tmp_path/'docs').mkdir()
+    (tmp_path/'docs'/'a.md').write_text('# Labels\n\nOriole Records was founded by Morris Levy.\n\nA second text stands here.\n', encoding='utf-8')
+    code,shown,err = papermill(tmp_path, '-p', 'folder', str(tmp_path/'docs'), '-p', 'profile', 'quick')
+    assert code==0, err
+    assert 'Chat over 1 paragraph' in shown or 'Chat over 2 paragraphs' in shown
+    assert 'sample world' not in shown
+    code,_,err = papermill(tmp_path, '-p', 'foldr', 'docs', '-p', 'generator', 'nobody')
+    assert code and "unknown parameter 'foldr'" in err and "generator='nobody'" in err and 'auto' in err
+
 class Endpoint:
     "An OpenAI-compatible server that can be stopped and started; it always says `reply`."
     def __init__(self, reply): self.port,self.reply,self.server,self.go = free_port(),reply,None,threading.Event()

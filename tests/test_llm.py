@@ -48,16 +48,65 @@ def test_recording_by_threads(tmp_path):
     assert path.read_bytes()==first
 
 def test_all_of_a_reply_survives(tmp_path):
-    whole = Reply('a', 3, 2, .5, finish='length', logprobs=(('a', -.1),), raw={'x': [1]})
+    whole = Reply('a', 3, 2, .5, finish='tool', logprobs=(('a', -.1),), raw={'x': [1]})
     for llm in (CachedLLM(ScriptedLLM(lambda p: whole), tmp_path/'c'), RecordedLLM(tmp_path/'t.jsonl', ScriptedLLM(lambda p: whole))):
         a,b = llm.complete('q'),llm.complete('q')
-        assert a==whole and b.cached and b.logprobs==whole.logprobs and b.raw==whole.raw and (b.finish, b.seconds)==('length', .5)
+        assert a==whole and b.cached and b.logprobs==whole.logprobs and b.raw==whole.raw and (b.finish, b.seconds)==('tool', .5)
 
 @pytest.mark.parametrize('other', [dict(seed=1), dict(temperature=.5), dict(stop='x'), dict(max_tokens=9), dict(prefix='p'), dict(logprobs=True), dict(schema={'type':'object'})])
 def test_every_setting_is_part_of_the_key(tmp_path, other):
     llm = CachedLLM(ScriptedLLM(lambda p: 'a'), tmp_path)
     llm.complete('q')
     assert not llm.complete('q', **other).cached and llm.complete('q').cached
+
+@pytest.mark.parametrize('bad', [Reply(''), Reply(' \n'), Reply('The cap', finish='length'), Reply('', finish='thinking'), Reply('Sure!', finish='invalid')])
+def test_what_is_no_answer_is_not_kept(tmp_path, bad):
+    llm = CachedLLM(ScriptedLLM([bad, bad, Reply('Paris')]), tmp_path)
+    assert [llm.complete('q').text for _ in range(4)]==[bad.text, bad.text, 'Paris', 'Paris'] and (llm.hits, llm.misses)==(1, 3)
+
+def test_the_place_is_part_of_the_key(tmp_path):
+    a,b = Server(),Server()
+    try:
+        for _ in range(2):
+            for s in (a, b): assert CachedLLM(endpoint(s.server_port), tmp_path/'c').complete('q').text=='Q'
+        assert (a.seen, b.seen)==(1, 1)
+        RecordedLLM(tmp_path/'t.jsonl', endpoint(a.server_port)).complete('q')
+        assert RecordedLLM(tmp_path/'t.jsonl', endpoint(b.server_port)).complete('q').cached and (a.seen, b.seen)==(2, 1), 'a recording may be replayed anywhere'
+    finally: a.stop(); b.stop()
+
+# --- servers that speak another language
+
+class Odd(BaseHTTPRequestHandler):
+    def log_message(self, *a): pass
+    def do_GET(self):
+        kind,body = self.server.body
+        self.send_response(200)
+        self.send_header('Content-Type', kind)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self): self.rfile.read(int(self.headers['Content-Length'])); self.do_GET()
+
+chat_body = lambda **kw: ('application/json', json.dumps({'id':'1', 'object':'x', 'created':0, 'model':'m', **kw}).encode())
+html = ('text/html', b'<!doctype html><title>Log in</title>')
+
+@pytest.mark.parametrize('body', [html, ('application/json', b'<html>'), ('application/json', b'null'), ('application/json', b'[]'), ('application/json', b'"x"'), ('application/json', b''), chat_body(), chat_body(choices=None), chat_body(choices=[]), chat_body(choices=[None]),
+                                  chat_body(choices=[{'index':0, 'message':None}]), chat_body(choices=[{'index':0}]), chat_body(choices='no'), chat_body(choices=[{'index':0, 'message':{'content':[1]}, 'text':7}])])
+@pytest.mark.parametrize('prompt', ['q', [{'role':'user', 'content':'q'}]])
+def test_what_is_no_reply_is_said(body, prompt):
+    s = Server(handler=Odd)
+    s.body = body
+    try:
+        with pytest.raises(LLMError, match='is this an OpenAI-compatible URL'): endpoint(s.server_port, tries=1).complete(prompt)
+    finally: s.stop()
+
+@pytest.mark.parametrize('body', [html, ('application/json', b'null'), ('application/json', b'{}'), ('application/json', b'[]'), ('application/json', b'<html>'), chat_body(data=[None]), chat_body(data=7)])
+def test_check_of_something_else(body):
+    s = Server(handler=Odd)
+    s.body = body
+    try:
+        with pytest.raises(LLMError, match='is this an OpenAI-compatible URL|does not serve'): endpoint(s.server_port).check()
+    finally: s.stop()
 
 # --- servers that hang, drop or die
 
@@ -76,9 +125,9 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    def __init__(self, port=0, drop=()):
+    def __init__(self, port=0, drop=(), handler=None):
         self.seen,self.drop = 0,set(drop)
-        super().__init__(('127.0.0.1', port), Handler)
+        super().__init__(('127.0.0.1', port), handler or Handler)
         threading.Thread(target=self.serve_forever, kwargs=dict(poll_interval=.01), daemon=True).start()
     def handle_error(self, *a): pass
     def stop(self): self.shutdown(); self.server_close()

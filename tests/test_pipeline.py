@@ -37,7 +37,12 @@ def test_one_at_a_time_and_sixteen_at_once(world):
     assert one==many
     assert any(t[4]!=(None,)*len(t[4]) for ts in one for t in ts), 'no keyword lookup fired'
 
-@pytest.mark.soak
-def test_the_same_with_the_real_reader(world):
+def test_the_same_with_the_small_reader(world):
     reader = make_reader(load_profile('small'), cache=False)
+    assert run(world, reader, 3, 1)==run(world, reader, 3, 16)
+
+@pytest.mark.soak
+@pytest.mark.parametrize('name', ['small', 'smol'])
+def test_the_same_with_real_readers(world, name):
+    reader = make_reader(load_profile('small'), name, cache=False)
     assert run(world, reader, 6, 1)==run(world, reader, 6, 16)
