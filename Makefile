@@ -40,7 +40,7 @@ test: setup
 soak: $(VENV)/.soak
 	@$(BIN)/python -m pytest -q tests -m soak
 $(VENV)/.soak: $(VENV)/.installed
-	@$(BIN)/pip install -q -e '.[dev,serve]' && touch $@
+	@$(BIN)/pip install -q -e '.[dev,serve,lab]' && touch $@
 
 lab: setup
 	$(BIN)/jupyter lab nbs

@@ -43,8 +43,9 @@ def test_any_steps(reader, query, steps):
     else: assert reader.aggregate(query, steps).answer in {'yes', 'no', *(a for _,a in steps)}
 
 def test_long_texts_are_read_to_their_end(reader):
-    p = make_paragraph('Kestrel Television', 'The weather was fine that day. '*300+'Kestrel Television was founded by Ida Marr.')
-    assert reader.answer('Who founded Kestrel Television?', [(p, .5)]).answer=='Ida Marr'
+    long = lambda n: make_paragraph('Kestrel Television', 'The weather was fine that day. '*n+'Kestrel Television was founded by Ida Marr.')
+    assert reader.answer('Who founded Kestrel Television?', [(long(50), .5)]).answer=='Ida Marr'
+    assert SpanReader(none=1.).answer('Who founded Kestrel Television?', [(long(300), .5)]).answer=='Ida Marr'
 
 def test_yes_or_no_on_unseen_wordings(reader):
     src = world_source('dev', size='tiny')
@@ -66,6 +67,7 @@ def test_broken_weights_are_named(tmp_path):
         with pytest.raises(SpanError, match=says): load_span(tmp_path)
     (tmp_path/'config.json').write_text('{')
     with pytest.raises(SpanError, match='damaged'): load_span(tmp_path)
+    (tmp_path/'config.json').write_text(good)
     (tmp_path/'span.safetensors').unlink()
     with pytest.raises(SpanError, match='42_span'): load_span(tmp_path)
 
