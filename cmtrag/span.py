@@ -13,8 +13,9 @@ __all__ = ['MAX_TOKENS', 'STRIDE', 'QUESTION_TOKENS', 'RELATIONS', 'LONGEST', 'S
            'measure', 'measure_yes_no', 'balanced_accuracy', 'measure_turns', 'file_groups', 'groups_id',
            'parse_weights', 'card']
 
-# %% ../nbs/25_span.ipynb #13fcaaab
-import hashlib, json, math, random, re
+# %% ../nbs/25_span.ipynb #bebda0b2
+import hashlib, json, math, os, random, re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,11 +37,11 @@ from .mumuqa import assemble
 from .retrieval import MINILM, MiniLM, Retriever, folder_revision, index_for
 from .reader import ReaderError, ReaderReply
 
-# %% ../nbs/25_span.ipynb #02c4b83b
+# %% ../nbs/25_span.ipynb #9a562896
 class SpanError(ValueError):
     "A small reader that cannot be loaded or trained; the message says which part, and what to do."
 
-# %% ../nbs/25_span.ipynb #97bc7fc3
+# %% ../nbs/25_span.ipynb #134ccd1e
 def _encoder():
     from importlib.util import find_spec
     from transformers import AutoModel, AutoTokenizer
@@ -51,7 +52,7 @@ def _encoder():
     folder = get_model_path()
     return AutoTokenizer.from_pretrained(folder),AutoModel.from_pretrained(folder, add_pooling_layer=False, attn_implementation='sdpa'),folder_revision(folder)
 
-# %% ../nbs/25_span.ipynb #8d2528c5
+# %% ../nbs/25_span.ipynb #a17df79d
 MAX_TOKENS,STRIDE,QUESTION_TOKENS = 256,64,64
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Row:
     text:str                            # Title, line break, text
     para:int                            # Which paragraph of the call
 
-# %% ../nbs/25_span.ipynb #4fef845a
+# %% ../nbs/25_span.ipynb #48e250f2
 def row_text(
     title:str, # May be empty
     text:str,
@@ -88,7 +89,7 @@ def make_rows(
             out.append(Row((*head, *w, tok.sep_token_id), (0,)*len(head)+(1,)*(len(w)+1), ((0,0),)*len(head)+tuple(o)+((0,0),), t, i))
     return out
 
-# %% ../nbs/25_span.ipynb #0236e038
+# %% ../nbs/25_span.ipynb #65bed56e
 RELATIONS = ('same', 'less', 'greater')
 
 class LowRank(nn.Module):
@@ -99,7 +100,7 @@ class LowRank(nn.Module):
         self.A,self.B,self.scale = nn.Parameter(torch.randn(rank, inn)/math.sqrt(inn)),nn.Parameter(torch.zeros(out, rank)),scale
     def forward(self, W): return W + self.scale*self.B@self.A
 
-# %% ../nbs/25_span.ipynb #685e3b81
+# %% ../nbs/25_span.ipynb #9a4634e1
 class SpanModel(nn.Module):
     "MiniLM and four heads: where an answer starts and ends, whether the paragraph is about the question, and what a comparison asks for."
     def __init__(self, bert):
@@ -112,7 +113,7 @@ class SpanModel(nn.Module):
         h = self.bert(input_ids=ids, token_type_ids=types, attention_mask=mask).last_hidden_state.float()
         return self.span(h),self.about(h[:,0])[:,0],self.relation(h[:,0])  # (b, n, 2), (b,), (b, 3)
 
-# %% ../nbs/25_span.ipynb #22766ab3
+# %% ../nbs/25_span.ipynb #d7fed83a
 def add_low_rank(
     model:SpanModel, # Changed in place
     rank:int=32,     # Rank of what is added
@@ -129,7 +130,7 @@ def trained(
     "All that differs from the wheel."
     return {n: p for n,p in model.named_parameters() if p.requires_grad}
 
-# %% ../nbs/25_span.ipynb #39bd1d0b
+# %% ../nbs/25_span.ipynb #7770189e
 def new_model(
     rank:int=32, # Rank of what is added to each matrix
     seed:int=0,  # Of its first values
@@ -142,7 +143,7 @@ def new_model(
     m.tok,m.rank,m.revision = tok,rank,revision
     return m
 
-# %% ../nbs/25_span.ipynb #72a0c5d5
+# %% ../nbs/25_span.ipynb #91c4a084
 @dataclass(frozen=True)
 class Example:
     "A question with the paragraphs it is to be answered from, right ones first."
@@ -155,7 +156,7 @@ class Example:
     relation:str=''                   # For `compare`: one of `RELATIONS`
     raw:str=''                        # The hop as the data have it, such as `X >> place of birth`
 
-# %% ../nbs/25_span.ipynb #fc827993
+# %% ../nbs/25_span.ipynb #91209b3a
 def find_spans(
     text:str,               # What is read
     answers,                # Strings, any of which counts
@@ -175,7 +176,7 @@ def token_spans(
     inside = [(max((i for i,a,_ in at if a<=s), default=None), min((i for i,_,b in at if b>=e), default=None)) for s,e in spans if lo<=s and e<=hi]
     return [(i,j) for i,j in inside if i is not None and j is not None and i<=j]
 
-# %% ../nbs/25_span.ipynb #ac8c542d
+# %% ../nbs/25_span.ipynb #e20c4652
 def resolved(
     q:Question, # A source question
 )->list[tuple[str,str]]: # For each hop, as natural language and as it stands
@@ -198,7 +199,7 @@ def _right(h, near, corpus, answers):
     if named: return [p for p in named if _holds(p, answers)],'answer_not_in_paragraph'
     return [p for p in near[:10] if _holds(p, answers)][:1],'without_paragraph'
 
-# %% ../nbs/25_span.ipynb #6cf9a793
+# %% ../nbs/25_span.ipynb #a1ad578f
 def hop_examples(
     questions:list[Question], # Decomposed questions
     retriever,                # Finds wrong paragraphs; its corpus holds the right ones
@@ -225,7 +226,7 @@ def hop_examples(
     if counts is not None: counts.update(n)
     return out
 
-# %% ../nbs/25_span.ipynb #23dedf22
+# %% ../nbs/25_span.ipynb #4c0c77f2
 _yes_no = re.compile(r'(?:is|are|was|were|am|do|does|did|has|have|had|can|could|will|would|should|may|might|must)\b', re.I)
 _wh     = re.compile(r'\b(?:who|whom|whose|what|which|where|when|why|how)\b', re.I)
 _polite = re.compile(r'\w+\s+(?:you|we|i|anyone|anybody|someone|somebody)\b', re.I)
@@ -257,7 +258,7 @@ def named_in(
         if t.strip() and (a := q.find(t))>=0: at[i],q = a,q[:a+1]+'_'*(len(t)-2)+q[a+len(t)-1:]
     return sorted(at, key=at.get)
 
-# %% ../nbs/25_span.ipynb #052742b6
+# %% ../nbs/25_span.ipynb #468cc2f9
 _months = {m: i for i,m in enumerate('january february march april may june july august september october november december'.split(), 1)}
 _month  = re.compile(rf'\b({"|".join(_months)})\b', re.I)
 _scale  = dict(thousand=1e3, million=1e6, billion=1e9)
@@ -282,7 +283,7 @@ def unit(
     m = re.search(r'\d[\d.,]*\s*((?:thousand|million|billion)\s+)?([^\W\d]+)', text.lower())
     return '' if not m or m[2] in _months or m[2] in ('ad', 'bc', 'bce', 'ce', 'b', 'by', *_scale) else m[2].rstrip('s')
 
-# %% ../nbs/25_span.ipynb #59f3b178
+# %% ../nbs/25_span.ipynb #d0a62ea1
 def compare(
     relation:str, # One of `RELATIONS`
     a:str,        # What was found for the first
@@ -298,7 +299,7 @@ def compare(
     n = min(len(x), len(y))
     return 'yes' if (x[:n]<y[:n] if relation=='less' else x[:n]>y[:n]) else 'no'
 
-# %% ../nbs/25_span.ipynb #ed0bc4b4
+# %% ../nbs/25_span.ipynb #921c96a7
 def compare_examples(
     questions:list[Question], # Two hops each, answered by yes or no
     retriever,                # As in `hop_examples`
@@ -337,7 +338,7 @@ def steps_examples(
         out.append(Example(query, ((steps[-1][1],),), (p,), (), {}, 'steps'))
     return out
 
-# %% ../nbs/25_span.ipynb #b0bb9b88
+# %% ../nbs/25_span.ipynb #acd8e400
 @dataclass
 class Batch:
     "Rows of several questions, and where their answers stand."
@@ -365,7 +366,7 @@ def make_batch(tok, examples, n_wrong, rng):
     return Batch([r for p in parts for r in p[0]], torch.tensor([i for i,p in enumerate(parts) for _ in p[0]]),
                  torch.tensor([s for p in parts for s in p[1]]), [g for p in parts for g in p[2]], examples)
 
-# %% ../nbs/25_span.ipynb #5fb07281
+# %% ../nbs/25_span.ipynb #8fd1b385
 def pad(
     rows:list[Row],     # Windows
     multiple:int=32,    # The length is a multiple of this
@@ -393,7 +394,7 @@ def forward_rows(model, rows, size=8):
             span[i],about[i],rel[i] = nn.functional.pad(y, (0, 0, 0, longest-len(inside)), value=-1e4),a[j],r[j]
     return torch.stack(span),torch.stack(about),torch.stack(rel)
 
-# %% ../nbs/25_span.ipynb #cbb92e34
+# %% ../nbs/25_span.ipynb #d525aa8c
 def _shared(logits, goal, none):
     "$-\\log$ of the share that the right places have among all places of all paragraphs, and 'nowhere' (Clark & Gardner 2018)."
     z = torch.cat([logits.reshape(-1), none[None]])
@@ -428,7 +429,7 @@ def _relation_loss(model, batch):
 
 def _question_rows(tok, questions): return [r for q in questions for r in make_rows(tok, q, [''])]
 
-# %% ../nbs/25_span.ipynb #9579eeed
+# %% ../nbs/25_span.ipynb #9e341865
 def learning_rate(
     step:int, # From 0
     steps:int,
@@ -445,7 +446,7 @@ def draw_examples(groups, n, rng):
     picks = rng.choices(names, [groups[k][1] for k in names], k=n)
     return [groups[k][0][rng.randrange(len(groups[k][0]))] for k in picks]
 
-# %% ../nbs/25_span.ipynb #9a9ddeb9
+# %% ../nbs/25_span.ipynb #a8b1a91f
 def _save_state(path, model, opt, step, losses):
     from safetensors.torch import save_file
     t = {f'p.{n}': p.detach() for n,p in trained(model).items()}
@@ -463,7 +464,7 @@ def _load_state(path, model, opt):
         opt.state[p] = {k: t[f'{k}.{n}'] for k in ('step', 'exp_avg', 'exp_avg_sq')}
     return int(meta['step']),json.loads(meta['losses'])
 
-# %% ../nbs/25_span.ipynb #c155b3f4
+# %% ../nbs/25_span.ipynb #61e196fd
 def train(
     model:SpanModel,           # From `new_model`
     groups:dict,               # Name → (examples, weight)
@@ -495,7 +496,7 @@ def train(
     model.eval()
     return losses
 
-# %% ../nbs/25_span.ipynb #2f091571
+# %% ../nbs/25_span.ipynb #c134cc4f
 def save_span(
     model:SpanModel, # A trained model
     folder,          # Where to
@@ -510,7 +511,7 @@ def save_span(
     if card: (folder/'README.md').write_text(card, encoding='utf-8')
     return folder
 
-# %% ../nbs/25_span.ipynb #a1b83088
+# %% ../nbs/25_span.ipynb #2554fb88
 def shipped_folder()->Path:
     "Where the package keeps its small reader."
     import cmtrag
@@ -538,7 +539,7 @@ def load_span(
         if parametrize.is_parametrized(x): parametrize.remove_parametrizations(x, 'weight', leave_parametrized=True)
     return m.eval().requires_grad_(False)
 
-# %% ../nbs/25_span.ipynb #55db8bb8
+# %% ../nbs/25_span.ipynb #3c3fc8f6
 LONGEST = 16 # tokens of an answer
 
 @dataclass(frozen=True)
@@ -583,17 +584,18 @@ def best_spans(
     top = np.argsort(-s, kind='stable')[:n]
     return [(float(s[t]), int(t//len(x)), int(t%len(x))) for t in top if np.isfinite(s[t])]
 
-# %% ../nbs/25_span.ipynb #7199a4f0
+# %% ../nbs/25_span.ipynb #672747a4
 class SpanReader:
     "The small profile's reader: extracts, compares, and knows when nothing fits. It is stateless, as Section 3.4 wants it."
     def __init__(self,
         folder=None,          # A trained reader; default: the package's
         prior:bool=True,      # Use the retrieval score? It must be a cosine
         none:float=.5,        # No answer when its probability exceeds this; 1: always answer
-        threads:int=1,        # CPU threads
+        workers:int=0,        # Rows read at once, each on one core; 0: as many as cores, at most 4. It changes no answer
     ):
-        self.folder,self.use_prior,self.none,self.threads,self.name = folder,prior,none,threads,'span'
+        self.folder,self.use_prior,self.none,self.name = folder,prior,none,'span'
         self._model,self._lock,self.replies,self.cached = None,RLock(),0,0
+        self._pool = ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), initializer=lambda: torch.set_num_threads(1))
 
     @property
     def model(self):
@@ -615,20 +617,20 @@ class SpanReader:
         "Load the model now; `SpanError` says what is missing."
         self.model
 
-# %% ../nbs/25_span.ipynb #02dbb864
+# %% ../nbs/25_span.ipynb #2b3a2692
+@patch
+def _read_one(self:SpanReader, r):
+    with torch.inference_mode(): x,a,rel = self.model(*pad([r], 8))
+    x = x[0,:len(r.ids)].numpy().astype(np.float64)
+    x[[b<=a_ for a_,b in r.spans]] = -1e4
+    return x,float(a[0]),rel[0].numpy()
+
 @patch
 def _read(self:SpanReader, rows):
-    "Each row by itself, in a shape that depends on it alone: span logits as arrays, relevance, relation."
-    out = []
-    with self._lock, torch.inference_mode():
-        m,self.replies = self.model,self.replies+1
-        if self.threads: torch.set_num_threads(self.threads)
-        for r in rows:
-            x,a,rel = m(*pad([r]))
-            x = x[0,:len(r.ids)].numpy().astype(np.float64)
-            x[[b<=a_ for a_,b in r.spans]] = -1e4
-            out.append((x, float(a[0]), rel[0].numpy()))
-    return out
+    "Each row by itself, on one core, in a shape that depends on it alone: span logits as arrays, relevance, relation."
+    self.model  # loaded once, before the pool asks for it
+    with self._lock: self.replies += 1
+    return list(self._pool.map(self._read_one, rows))
 
 @patch
 def spans(self:SpanReader,
@@ -651,7 +653,7 @@ def spans(self:SpanReader,
     z = sum(np.logaddexp.reduce(np.concatenate([*(x[:,k] for x in xs), none[k:k+1]])) for k in (0,1))
     return [Span(s.text, round(s.score-z, 6), s.para, s.start, s.end) for s in out],float(np.exp(none.sum()-z)),about,sum(len(r.ids) for r in rows)
 
-# %% ../nbs/25_span.ipynb #d57bbc8f
+# %% ../nbs/25_span.ipynb #37c17edc
 def pool_spans(
     spans:list[Span], # Places with log probabilities
 )->list[tuple[float,Span]]: # Probability of an answer, and its best place; likeliest first
@@ -671,7 +673,7 @@ def first_of(
     at = lambda own: min((low.index(w) for w in own if w in low), default=len(low))
     return at(x-y)<=at(y-x)
 
-# %% ../nbs/25_span.ipynb #6d3a9253
+# %% ../nbs/25_span.ipynb #b2b4071f
 def _reply(answer, tokens, t0, calls=1, notes=(), **raw):
     t = perf_counter()-t0
     return ReaderReply(answer, calls, tokens, t, Reply(answer, tokens, 0, t, raw=raw), tuple(notes))
@@ -703,7 +705,7 @@ def relation(self:SpanReader,
     "What must hold between the two things compared for the answer to be yes."
     return RELATIONS[int(np.argmax(self._read(self.rows(question, ['']))[0][2]))]
 
-# %% ../nbs/25_span.ipynb #378c1e92
+# %% ../nbs/25_span.ipynb #4696bd20
 @patch
 def answer(self:SpanReader,
     question:str,                            # A resolved sub-question
@@ -721,7 +723,7 @@ def answer(self:SpanReader,
     if none>self.none: return _reply('', n, t0, notes=[f'no answer in these paragraphs (p = {none:.2f})'], none=none, best=s.text)
     return _reply(s.text, n, t0, p=p, none=none, best=s.text, paragraph=s.para, start=s.start, end=s.end)
 
-# %% ../nbs/25_span.ipynb #74b141f4
+# %% ../nbs/25_span.ipynb #156c5b97
 def _sinks(steps):
     "Steps whose answer no later question uses: what a comparison compares."
     return [i for i,(_,a) in enumerate(steps) if not any(find_spans(q, [a]) for q,_ in steps[i+1:])]
@@ -759,7 +761,7 @@ def _answers_at(steps):
         at += 1
     return ends
 
-# %% ../nbs/25_span.ipynb #7c05594d
+# %% ../nbs/25_span.ipynb #aac85f5b
 def comparison_questions(split='train', seed=0, size='small', n=400)->list[Question]:
     "The sample world's yes / no questions, written in MuSiQue's schema and read by its reader."
     with TemporaryDirectory() as d:
@@ -767,7 +769,7 @@ def comparison_questions(split='train', seed=0, size='small', n=400)->list[Quest
         path.write_text('\n'.join(map(json.dumps, make_world(seed, size).comparisons(split, n))), encoding='utf-8')
         return read_source(path).questions
 
-# %% ../nbs/25_span.ipynb #c80aff49
+# %% ../nbs/25_span.ipynb #1c9bb676
 def world_groups(
     split:str='train',  # Names and wordings of this split
     seed:int=0,
@@ -788,7 +790,7 @@ def turn_steps(dialogues):
         gold = {t.id: t.answer for t in d.traces}
         for u in d.turns: yield u.query,[(resolve_refs(t.draft.sub_question, gold), t.answer) for t in u.traces]
 
-# %% ../nbs/25_span.ipynb #8fe16033
+# %% ../nbs/25_span.ipynb #22cc1c3a
 def measure_examples(
     source,         # `Source` whose rows carry their own distractors
     retriever,      # For the scores; its corpus holds the source's paragraphs
@@ -824,7 +826,7 @@ def measure(
                              f1=token_f1(r.answer, e.answers[0][0], e.answers[0][1:]), seconds=r.seconds, answer=r.answer, gold=e.answers[0][0]))
     return pd.DataFrame(rows)
 
-# %% ../nbs/25_span.ipynb #8ef27de8
+# %% ../nbs/25_span.ipynb #d8740927
 def measure_yes_no(
     reader,                     # Any reader
     questions:list[Question],   # Yes / no questions with gold paragraphs
@@ -861,7 +863,7 @@ def measure_turns(
         ok.append(normalise_answer(reader.aggregate(query, order).answer)==normalise_answer(steps[-1][1]))
     return sum(ok)/len(ok)
 
-# %% ../nbs/25_span.ipynb #a88eefee
+# %% ../nbs/25_span.ipynb #627f1614
 def file_groups(
     files,              # Files of decomposed questions
     pool='',            # File of paragraphs to look in, for MuSiQue; '' = only those of the files
@@ -898,7 +900,7 @@ def parse_weights(
     if bad := [k for k,v in w.items() if not v>0]: raise SpanError(f'weight of {bad[0]} is {w[bad[0]]}, it must be above 0')
     return w
 
-# %% ../nbs/25_span.ipynb #ab75396a
+# %% ../nbs/25_span.ipynb #7ba6346f
 def card(
     groups:dict,    # What it was trained on
     counts:dict,    # From `file_groups`
@@ -915,7 +917,7 @@ def card(
     good = ['', '## Measured', '', results] if results else []
     return '\n'.join([*head, *rows, *(['', 'Hops of the files, and why some were not used:', '', *kept] if kept else []), *how, *good, *terms, ''])
 
-# %% ../nbs/25_span.ipynb #4e904014
+# %% ../nbs/25_span.ipynb #8ead424f
 def _files_ok(s):
     bad = [f for f in s.split(',') if f and not resolve_path(f).is_file()]
     return not bad or f'no such file: {", ".join(bad)}'
