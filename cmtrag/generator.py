@@ -16,7 +16,7 @@ from typing import Any, Callable, Protocol
 from fastcore.basics import patch
 from .traces import Dialogue, GoldTrace, TraceDraft, TraceError, answer_refs, check_draft, escape_refs, from_dict, parse_plan, serialise_plan, to_dict
 from .llm import LLMError, Reply
-from .synthesis import keywords
+from .keywords import keywords
 
 # %% ../nbs/21_generator.ipynb #ab8c673e
 class GeneratorError(ValueError):

@@ -7,7 +7,7 @@ __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_fo
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
            'make_reader']
 
-# %% ../nbs/28_profiles.ipynb #6580ceac
+# %% ../nbs/28_profiles.ipynb #2dc5e3c3
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #7a15b9d8
+# %% ../nbs/28_profiles.ipynb #1b42e0e3
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -25,7 +25,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #6ff7d8aa
+# %% ../nbs/28_profiles.ipynb #099f6c7f
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -40,7 +40,7 @@ def read_params(
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #64f9ac13
+# %% ../nbs/28_profiles.ipynb #050706c4
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -55,7 +55,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #711e2546
+# %% ../nbs/28_profiles.ipynb #d9dd68bc
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -69,7 +69,7 @@ class Profile:
     reader:str='span'         # A name of `readers.yaml`
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #0c8b0f8f
+# %% ../nbs/28_profiles.ipynb #1dbd5259
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -90,7 +90,7 @@ def load_profile(
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #86880de6
+# %% ../nbs/28_profiles.ipynb #61590757
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -116,7 +116,7 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #1ad0c83b
+# %% ../nbs/28_profiles.ipynb #bcbb82e2
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('span', 'smollm', 'endpoint')
 
@@ -138,7 +138,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #7cf42d0e
+# %% ../nbs/28_profiles.ipynb #4bcfa939
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
@@ -150,9 +150,9 @@ def make_llm(
     if not llm.name: raise ProfileError(f'reader {name} has no model: set CMTRAG_{name.upper()}_MODEL, and CMTRAG_{name.upper()}_URL to where it is served')
     return CachedLLM(llm, cache_root()/'replies'/name) if cache else llm
 
-def _span(profile, check):
+def _span(profile, check, abstain):
     from cmtrag.span import SpanReader
-    r = SpanReader(prior=profile.encoder=='minilm')  # its weight of the retrieval score was learnt on MiniLM's cosines
+    r = SpanReader(prior=profile.encoder=='minilm', none=.5 if abstain else 1.)  # its weight of the retrieval score was learnt on MiniLM's cosines
     if check: r.check()
     return r
 
@@ -161,10 +161,11 @@ def make_reader(
     name:str='',      # Reader name
     cache:bool=True,  # Keep replies on disk?
     check:bool=True,  # Make sure now that the model can be used?
+    abstain:bool=True,# May the small reader say that there is no answer?
 ): # `Reader` or `SpanReader`
     "A stateless reader by name (Section C.2); `LLMError` or `SpanError` says what to start or install when its model can't be used."
     name = reader_name(profile, name)
-    if readers()[name]['kind']=='span': return _span(profile, check)
+    if readers()[name]['kind']=='span': return _span(profile, check, abstain)
     llm = make_llm(name, cache)
     if check: llm.check()
     d = readers()[name]

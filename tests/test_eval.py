@@ -13,10 +13,10 @@ def home(tmp_path_factory):
     "A project folder without any run or index; the converted model is taken from the real one."
     return tmp_path_factory.mktemp('home')
 
-def papermill(tmp_path, *args, cwd=ROOT, timeout=600, home=None, **env):
+def papermill(tmp_path, *args, nb=NB, cwd=ROOT, timeout=600, home=None, **env):
     out = tmp_path/f'out{len(list(tmp_path.iterdir()))}.ipynb'
     if home: env |= {'CMTRAG_HOME': str(home), 'CMTRAG_CACHE': str(ROOT/'.cache')}
-    p = subprocess.run([str(Path(sys.executable).parent/'papermill'), str(NB), str(out), '--log-output', '--no-progress-bar', *args], cwd=cwd,
+    p = subprocess.run([str(Path(sys.executable).parent/'papermill'), str(nb), str(out), '--log-output', '--no-progress-bar', *args], cwd=cwd,
                        env={**os.environ, 'HF_HUB_OFFLINE':'1', **env}, capture_output=True, text=True, timeout=timeout)
     return p.returncode,p.stdout+p.stderr
 

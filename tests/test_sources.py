@@ -240,6 +240,135 @@ def test_corpus_survives_a_round_trip(tmp_path):
     (tmp_path/'c.jsonl').write_text('\n'.join(lines), encoding='utf-8')
     refused(Corpus.load, tmp_path/'c.jsonl', 78, 'id')
 
+# Adversarial sources, in every schema to which they apply: each ends in an error with file, line and field, or in a count with lines.
+
+def rows_of(kind, n=3):
+    r = random.Random(f'adversarial {kind}')
+    return [MAKE[kind](r, i)[0] for i in range(n)]
+
+def id_of(kind): return 'id' if kind in HOPS else '_id'
+HOPS = ('musique', 'gold_only')
+
+def bad_hop(tmp_path, kind, at, line=2, **change):
+    "Change hop `at` of the row in `line`; which field is named?"
+    rows = rows_of(kind)
+    rows[1] = next(row for row in (MAKE[kind](random.Random(f'{kind} {i}'), i)[0] for i in range(100)) if len(row['question_decomposition']) == 2)
+    rows[1]['question_decomposition'][at].update(change)
+    refused(READ[kind], write(tmp_path/'rows.jsonl', rows), line, f'question_decomposition[{at}].{next(iter(change))}')
+
+@pytest.mark.parametrize('kind', HOPS)
+@pytest.mark.parametrize('at,ref', [(0, '#1'), (0, '#2'), (1, '#2'), (1, '#3'), (1, '#0'), (0, '#0'), (1, '#12'), (1, '#01 and #00'), (1, '#1 or #12'), (0, '#2 >> mayor'), (1, '#12 >> mayor')])
+def test_references_forward_to_nothing_and_beyond(tmp_path, kind, at, ref): bad_hop(tmp_path, kind, at, question=ref)
+
+@pytest.mark.parametrize('kind', MAKE)
+@pytest.mark.parametrize('blank', ['', ' ', '\t\n', '\u3000'])
+def test_empty_answers(tmp_path, kind, blank):
+    rows = rows_of(kind)
+    rows[1]['answer'] = blank
+    refused(READ[kind], write(tmp_path/'rows.jsonl', rows), 2, 'answer')
+    if kind in HOPS:
+        for at in (0, 1): bad_hop(tmp_path, kind, at, answer=blank)
+    if kind == 'wiki':
+        rows = rows_of(kind)
+        rows[2]['evidences'][0][2] = blank
+        refused(read_2wiki, write(tmp_path/'rows.jsonl', rows), 3, 'evidences[0][2]')
+
+@pytest.mark.parametrize('support', [-1, 20, 2**63, '0', 1.0, True, [0]])
+def test_support_out_of_range(tmp_path, support):
+    bad_hop(tmp_path, 'musique', 1, paragraph_support_idx=support)
+    bad_hop(tmp_path, 'gold_only', 1, document_id=support)
+
+@pytest.mark.parametrize('kind', ['hotpotqa', 'wiki'])
+def test_facts_out_of_range(tmp_path, kind):
+    rows = rows_of(kind)
+    rows[1]['supporting_facts'][0][1] = 99
+    src = READ[kind](write(tmp_path/'rows.jsonl', rows))
+    assert src.counts['sentence_out_of_range'] == 1 and src.lines['sentence_out_of_range'] == [2]
+    rows[2]['supporting_facts'][1][0] += '?'
+    refused(READ[kind], write(tmp_path/'rows.jsonl', rows), 3, 'supporting_facts[1][0]')
+
+@pytest.mark.parametrize('second', MAKE)
+@pytest.mark.parametrize('first', MAKE)
+def test_mixed_schemas_in_one_file(tmp_path, first, second):
+    if first == second: return
+    row = rows_of(second)[1]
+    refused(read_source, write(tmp_path/'rows.jsonl', [*rows_of(first), row]), 4)
+    refused(READ[first], write(tmp_path/'rows.jsonl', [*rows_of(first), row]), 4)
+    refused(READ[first], write(tmp_path/'rows.jsonl', [row]), 1)
+
+@pytest.mark.parametrize('kind', MAKE)
+def test_truncated_last_line(tmp_path, kind):
+    path = write(tmp_path/'rows.jsonl', rows_of(kind))
+    b,r = path.read_bytes(),random.Random(kind)
+    start = b.rstrip(b'\n').rfind(b'\n')+1
+    for end in r.sample(range(start+1, len(b)-1), 60):
+        path.write_bytes(b[:end])
+        refused(READ[kind], path, 3, '<row>')
+    path.write_bytes(b[:-1])
+    assert len(READ[kind](path).questions) == 3
+
+@pytest.mark.parametrize('kind', MAKE)
+def test_nul_bytes(tmp_path, kind):
+    path = write(tmp_path/'rows.jsonl', rows_of(kind))
+    lines,r = path.read_bytes().splitlines(keepends=True),random.Random(kind)
+    for nul in (b'\0', b'\0'*4096):
+        for at in [0, len(lines[1])-2, *r.sample(range(1, len(lines[1])-1), 40)]:
+            path.write_bytes(b''.join([lines[0], lines[1][:at]+nul+lines[1][at:], lines[2]]))
+            refused(READ[kind], path, 2, '<row>')
+        path.write_bytes(b''.join(lines)+nul)
+        refused(READ[kind], path, 4, '<row>')
+    path.write_bytes(b'\0'*100_000)
+    refused(READ[kind], path, 1, '<row>')
+
+@pytest.mark.parametrize('kind', MAKE)
+def test_a_paragraph_of_ten_megabytes(tmp_path, kind):
+    rows,huge = rows_of(kind),'x'*10_000_000
+    if kind in HOPS:
+        P = 'paragraphs' if kind == 'musique' else 'support_paragraphs'
+        rows[1][P][1]['paragraph_text'],where = huge,f'{P}[1].paragraph_text'
+    else: rows[1]['context'][1][1][0],where = huge,'context[1][1][0]'
+    path = write(tmp_path/'rows.jsonl', rows)
+    refused(READ[kind], path, 2, where)
+    if kind not in HOPS:  # in small pieces
+        rows[1]['context'][1][1] = [huge[:10_000]]*1000
+        refused(READ[kind], write(path, rows), 2, 'context[1][1]')
+    rows = rows_of(kind)
+    rows[2]['question'] = huge
+    refused(READ[kind], write(path, rows), 3, 'question')
+
+def test_ten_megabytes_in_a_pool(tmp_path):
+    refused(read_paragraph_pool, write(tmp_path/'pool.jsonl', [dict(title='Orm', text='A town.'), dict(title='Quell', text='x'*10_000_000)]), 2, 'text')
+
+@pytest.mark.parametrize('listed', [False, True])
+@pytest.mark.parametrize('kind', MAKE)
+def test_an_id_twice_names_both_lines(tmp_path, kind, listed):
+    rows = rows_of(kind)
+    with pytest.raises(SourceError, match='stands in line 1 already'): READ[kind](write(tmp_path/'rows.json', [*rows, rows[0]], listed=listed))
+    refused(READ[kind], tmp_path/'rows.json', 4, ('[3].' if listed else '')+id_of(kind))
+
+def test_document_ids_give_titles(tmp_path):
+    rows = rows_of('gold_only')
+    for row in rows: del row['support_paragraphs']
+    src = read_source(write(tmp_path/'rows.jsonl', rows))
+    assert src.counts['without_paragraphs'] == 3 and src.lines == {'without_paragraphs': [1, 2, 3]} and not len(src.corpus)
+    for row,q in zip(rows, src.questions):
+        for h in row['question_decomposition']: h['document_id'] += '_4'
+        assert q.titles == tuple(h['document_id'][:-2] for h in row['question_decomposition'])  # no number behind: the id is the title
+    assert read_source(write(tmp_path/'rows.jsonl', rows)).questions == src.questions
+    for junk in (None, 3, '', '_7', ['Orm_0']):
+        rows[1]['question_decomposition'][1]['document_id'] = junk
+        refused(read_source, write(tmp_path/'rows.jsonl', rows), 2, 'question_decomposition[1].document_id')
+
+def test_ids_link_evidences(tmp_path):
+    row = dict(rows_of('wiki')[0], type='compositional', evidences=[['Orm', 'mayor', 'Ada M. Vint'], ['Ada Vint', 'born in', 'Hask']], answer='Hask')
+    read = lambda **change: read_2wiki(write(tmp_path/'rows.jsonl', [dict(row, **change)]))
+    linked = read(evidences_id=[['Q1', 'mayor', 'Q2'], ['Q2', 'born in', 'Q3']])
+    assert [h.question for h in linked.questions[0].hops] == ['Orm >> mayor', '[A_1] >> born in'] and linked.questions[0].decomposed and linked.lines['linked_by_id'] == [1]
+    for ids in (None, [], [['Q1', 'mayor', 'Q2']], [['', 'mayor', ''], ['', 'born in', '']], [['Q1', 'mayor', 'Q2'], ['Q4', 'born in', 'Q3']]):
+        loose = read(evidences_id=ids)
+        assert not loose.questions[0].decomposed and loose.lines['no_chain_compositional'] == [1] and 'linked_by_id' not in loose.counts
+    refused(read_2wiki, write(tmp_path/'rows.jsonl', [dict(row, evidences_id=[['Q1', 'mayor'], ['Q2', 'born in', 'Q3']])]), 1, 'evidences_id[0]')
+
 DATA = os.environ.get('CMTRAG_DATA')
 
 @pytest.mark.skipif(not DATA, reason='CMTRAG_DATA is not set')
