@@ -6,19 +6,21 @@
 __all__ = ['SCHEMA', 'FORMS', 'signatures', 'audit_dialogues', 'shared_evidence', 'DatasetError', 'write_parquet', 'card_head',
            'data_card', 'export', 'load_mumuqa', 'read_parquet']
 
-# %% ../nbs/14_dataset.ipynb #51d168bf
+# %% ../nbs/14_dataset.ipynb #a2c052c2
 import dataclasses, hashlib, json, re
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
+from fastcore.basics import patch
 from .keywords import edge_type
-from .mumuqa import MuMuQA, operator_shares, outside, paper_table6, ranges, statistics, table5, table6
+from .mumuqa import MuMuQA, giveaways, operator_shares, outside, paper_table6, ranges, remap, table5, table6
 from .partition import jaccard_pairs, norm_key
 from .runs import paper_value, versions
 from .sources import Corpus, SourceError, read_rows
 from .synthesis import SynthesisError, check_phrases, content_id
-from .traces import Dialogue, TraceError, check_dialogue, from_dict, resolve_refs
+from .traces import Dialogue, TraceError, check_dialogue, from_dict, markdown_cell, resolve_refs
 
-# %% ../nbs/14_dataset.ipynb #7bc38a71
+# %% ../nbs/14_dataset.ipynb #b3dd1512
 def _resolved(d):
     "Turn → normalised sub-questions with references resolved, and where each reference points: into the turn or behind it."
     answers = {t.id: t.answer for t in d.traces}
@@ -40,7 +42,7 @@ def signatures(
             'final-step signatures': {(steps[[t.id for t in u.traces].index(u.answer_trace)], norm_key(u.answer)) for _,u,steps,_ in turns},
             'question–answer pairs': {q(u) for _,u,_,_ in turns}}
 
-# %% ../nbs/14_dataset.ipynb #b0a25917
+# %% ../nbs/14_dataset.ipynb #d211e0fb
 def audit_dialogues(
     train,                # Dialogues of one side
     dev,                  # Dialogues of the other
@@ -60,19 +62,24 @@ def audit_dialogues(
     n['similar turn pairs with the same decomposition'] = sum(x[k]*y[k] for x,y in pairs for k in x)
     return [{'criterion': k, 'on both sides': v, 'paper': int(paper_value('Section A.3', k, 'On both sides'))} for k,v in n.items()]
 
-# %% ../nbs/14_dataset.ipynb #190ce585
+# %% ../nbs/14_dataset.ipynb #74b619b4
 def shared_evidence(
     train,   # Dialogues of one side
     dev,     # Dialogues of the other
     corpus,  # Holds their paragraphs
 )->dict[str,int]: # What → how many are on both sides
     "Supporting paragraphs, their titles and bridge entities on both sides."
-    paras = lambda ds: {p for d in ds for u in d.turns for p in u.para_ids}
-    titles = lambda ds: {norm_key(corpus[p].title) for p in paras(ds)}
-    bridges = lambda ds: {norm_key(t.answer) for d in ds for u in d.turns for t in u.traces if any(t.id in o.draft.deps for o in d.traces)}
-    return {k: len(f(train) & f(dev)) for k,f in dict(paragraphs=paras, titles=titles, bridges=bridges).items()}
+    a,b = _evidence(train, corpus),_evidence(dev, corpus)
+    return {k: len(a[k] & b[k]) for k in a}
 
-# %% ../nbs/14_dataset.ipynb #b66e19bf
+def _evidence(ds, corpus):
+    paras,bridges = {p for d in ds for t in d.traces for p in t.para_ids},set()
+    for d in ds:
+        needed = {i for t in d.traces for i in t.draft.deps}
+        bridges |= {norm_key(t.answer) for t in d.traces if t.id in needed}
+    return dict(paragraphs=paras, titles={norm_key(corpus[p].title) for p in paras}, bridges=bridges)
+
+# %% ../nbs/14_dataset.ipynb #86cca3ac
 SCHEMA = 1    # Raised when a field changes its name or meaning
 _titles = dict(short='short dialogues', long='long dialogues', ultra='ultra-long dialogues', single='single turns')
 
@@ -88,7 +95,13 @@ def _weigh(rows): return len(rows),sum(len(_lines([r]).encode()) for r in rows)
 
 def _hash(path): return hashlib.sha256(path.read_bytes()).hexdigest()
 
-# %% ../nbs/14_dataset.ipynb #04bfdf37
+def _identity(manifest): return hashlib.sha256(json.dumps({k: v for k,v in manifest.items() if k!='identity'}).encode()).hexdigest()
+
+def _files(splits, parquet):
+    "All files of a data set that the manifest answers for."
+    return ['README.md', *(f'{x}/{n}.{x}' for x in ('jsonl',)+('parquet',)*parquet for n in (*(s.replace(' ','-') for s in splits),'corpus'))]
+
+# %% ../nbs/14_dataset.ipynb #4cce9a5a
 def _form(typ):
     "A record's type as nested (name, form) lists: text, integer, boolean, [element]."
     if dataclasses.is_dataclass(typ): return [(f.name, _form(f.type)) for f in dataclasses.fields(typ)]
@@ -103,7 +116,7 @@ def _arrow(form):
     if isinstance(form, list): return pa.struct([(k, _arrow(f)) for k,f in form])
     return {'string': pa.string(), 'int64': pa.int64(), 'bool': pa.bool_()}[form]
 
-# %% ../nbs/14_dataset.ipynb #31b43001
+# %% ../nbs/14_dataset.ipynb #70a6e2e8
 def _plain(o):
     "Records as dicts and lists."
     if dataclasses.is_dataclass(o): return {k: _plain(v) for k,v in vars(o).items()}
@@ -124,7 +137,10 @@ def write_parquet(
         for i in range(0, len(rows), 500): w.write_table(pa.Table.from_pylist([_plain(r) for r in rows[i:i+500]], schema=schema))
     return path
 
-# %% ../nbs/14_dataset.ipynb #47aae96e
+# %% ../nbs/14_dataset.ipynb #105d50d2
+def _slug(text): return re.sub(r'[^a-z0-9.]+', '-', text.lower()).strip('-')[:60] or 'unknown'
+
+# %% ../nbs/14_dataset.ipynb #c2a3d737
 def _yaml_fields(form, pad):
     out = []
     for k,f in form:
@@ -146,7 +162,7 @@ def card_head(
 )->str: # YAML between two lines of dashes
     "The head of the data card: configurations, splits, fields."
     ext,kinds = ('parquet' if parquet else 'jsonl'),list(dict.fromkeys(k.split()[0] for k in splits))
-    head = ['---', 'pretty_name: MuMu-QA (reimplementation)', 'language:', '- en', f'license: {_known_licences.get(licence, "other")}', f'license_name: {norm_key(licence).replace(" ", "-") or "unknown"}' if licence not in _known_licences else '',
+    head = ['---', 'pretty_name: MuMu-QA (reimplementation)', 'language:', '- en', f'license: {_known_licences.get(licence, "other")}', f'license_name: {_slug(licence)}' if licence not in _known_licences else '',
             'task_categories:', '- question-answering', 'tags:', '- multi-hop', '- multi-turn', '- retrieval-augmented-generation', 'size_categories:', f'- {_size(sum(n for n,_ in splits.values()))}', 'configs:']
     for k in (*kinds, 'corpus'):
         head += [f'- config_name: {k}', *['  default: true']*(k==kinds[0]), '  data_files:']
@@ -157,8 +173,8 @@ def card_head(
         for s,(n,b) in [(s.split()[1], n) for s,n in splits.items() if s.split()[0]==k] or [('train', paragraphs)]: head += [f'  - name: {s}', f'    num_bytes: {b}', f'    num_examples: {n}']
     return '\n'.join(l for l in head if l)+'\n---\n'
 
-# %% ../nbs/14_dataset.ipynb #4aeb1267
-def _table(rows): return '\n'.join(['| '+' | '.join(rows[0])+' |', '|'+'---|'*len(rows[0]), *('| '+' | '.join(f'{v:.2f}' if isinstance(v, float) else str(v) for v in r.values())+' |' for r in rows)])
+# %% ../nbs/14_dataset.ipynb #a49ecede
+def _table(rows): return '\n'.join(['| '+' | '.join(rows[0])+' |', '|'+'---|'*len(rows[0]), *('| '+' | '.join(f'{v:.2f}' if isinstance(v, float) else markdown_cell(str(v)) for v in r.values())+' |' for r in rows)])
 
 def _cases(ds): return [{'operator': o, 'case': c, 'turns': n} for (o,c),n in table5(ds).items()]
 
@@ -168,27 +184,44 @@ were interleaved, and its `traces`. A trace has a dialogue-wide `id`, the `draft
 its `answer`, supporting paragraphs (`para_ids`), keywords with the references resolved, one `edge` per prerequisite (does it cross turns, is it of type
 Ext or Ref, by which phrase does the question refer to it), and the `source` question and `hop` that it comes from.'''
 
+_uses = '''For training systems that answer several questions in a row, and for measuring them: whether they take a question apart, find the evidence and use again what an
+earlier turn found. Every step has its own gold answer and paragraphs, so an error can be traced to its step. Dialogues of the training splits are for training;
+what is measured should be measured on the others.
+
+Not for claims about how people talk, since nobody asked these questions. Not as a source of facts: answers are right according to the paragraphs, which may be old, wrong or invented.
+Not for comparing figures with those of the paper: the dialogues are others.'''
+
+def _licence(mq): return mq.about.get('licence', '') or next((d.licence for d in mq.dialogues), '')
+
 def data_card(
     mq:MuMuQA,      # The benchmark
     audit,          # Rows of `audit_dialogues`, or None
     parquet:bool,   # Are there Parquet files?
 )->str: # Markdown with a YAML head
     "The data card, generated from the data."
-    licence,about = mq.about.get('licence', '') or next((d.licence for d in mq.dialogues), ''),mq.about
+    licence,about = _licence(mq),mq.about
     parts = [card_head({k: _weigh(v) for k,v in mq.splits.items()}, _weigh(mq.corpus), licence, parquet), '# MuMu-QA (reimplementation)\n',
         'Multi-turn, multi-hop dialogues whose sub-questions, dependencies across turns and supporting paragraphs are annotated. Rebuilt from the description in the '
-        'CMT-RAG paper (Section 2.2 and Appendix A); these are not the authors\' files.\n', f'## Statistics\n\nThe paper\'s row stands under each of ours.\n\n{table6(mq.dialogues)}\n',
+        'CMT-RAG paper (Section 2.2 and Appendix A); these are not the authors\' files.\n', f'## What it may be used for\n\n{_uses}\n', f'## Statistics\n\nThe paper\'s row stands under each of ours.\n\n{table6(mq.dialogues)}\n',
         f'## How turns were made\n\n{_table(_cases(mq.dialogues))}\n', f'## Fields\n\n{_fields}\n']
     if 'long dev' in mq.splits: parts.append(f'## Operators\n\nShares of the turns of long development dialogues.\n\n{_table(operator_shares(mq.splits["long dev"]))}\n')
     if audit: parts.append(f'## Audit\n\nWhat the short training and development dialogues have in common (Section A.3).\n\n{_table(audit)}\n')
-    parts.append(f'## Sources and parameters\n\n```json\n{json.dumps({**about, "counts": mq.counts}, indent=1, ensure_ascii=False)}\n```\n')
-    parts.append(f'## Licence\n\nThe dialogues are derived from: {licence or "unknown"}. Whoever passes them on has to name the source and keep to its licence. The text of the paragraphs '
+    parts.append(f'## Sources and parameters\n\n```json\n{json.dumps({**about, "counts": mq.counts}, indent=1)}\n```\n')
+    parts.append(f'## Licence\n\nThe dialogues are derived from: {markdown_cell(licence) or "unknown"}. Whoever passes them on has to name the source and keep to its licence. The text of the paragraphs '
                  'is that of the source files.\n')
     parts.append('## Known weaknesses\n\nQuestions are put together, not asked by people. In interleaved dialogues a reference such as "that city" may fit a more recent answer than the one '
                  'that is meant. Two source questions that meet in a name may mean two things of that name.\n')
     return '\n'.join(parts)
 
-# %% ../nbs/14_dataset.ipynb #54554b9c
+# %% ../nbs/14_dataset.ipynb #bf32bc9f
+_split = re.compile(r'(short|long|ultra|single) (train|dev|test)')
+
+def _clear(f, keep):
+    "Remove what an earlier export left: a folder may be written again with fewer splits."
+    for x in ('jsonl','parquet'):
+        for p in f.glob(f'{x}/*.{x}'):
+            if f'{x}/{p.name}' not in keep and (p.stem=='corpus' or _split.fullmatch(p.stem.replace('-',' '))): p.unlink()
+
 def export(
     mq:MuMuQA,           # The benchmark
     folder,              # Made when missing
@@ -196,113 +229,214 @@ def export(
     questions=None,      # Source questions of both sides, for the audit
     threshold:float=.82, # Of the audit
 )->Path: # The same folder
-    "Write a benchmark with manifest and data card; `load_mumuqa` reads it back."
+    "Write a benchmark with manifest and data card; `load_mumuqa` reads it back. `DatasetError` for a split that Table 6 doesn't know."
     f,splits,audit = Path(folder),mq.splits,None
+    if bad := [s for s in splits if not _split.fullmatch(s)]: raise DatasetError(f'{f}: unknown split {bad[0]!r}')
     if {'short train','short dev'} <= set(splits): audit = audit_dialogues(splits['short train'], splits['short dev'], questions, threshold)
-    files = {s.replace(' ','-'): ds for s,ds in splits.items()}
+    files,made = {s.replace(' ','-'): ds for s,ds in splits.items()},_files(splits, parquet)
+    _clear(f, made)
     for name,ds in files.items(): _write(f/'jsonl'/f'{name}.jsonl', _lines(ds))
     mq.corpus.save(f/'jsonl'/'corpus.jsonl')
     if parquet:
         for name,ds in files.items(): write_parquet(ds, FORMS['dialogues'], f/'parquet'/f'{name}.parquet')
         write_parquet(list(mq.corpus), FORMS['corpus'], f/'parquet'/'corpus.parquet')
     _write(f/'README.md', data_card(mq, audit, parquet))
-    made = ['README.md', *(f'{x}/{n}.{x}' for x in ('jsonl',)+('parquet',)*parquet for n in (*files,'corpus'))]
     manifest = dict(schema=SCHEMA, name=mq.name, dialogues={k: len(v) for k,v in splits.items()}, turns={k: sum(len(d.turns) for d in v) for k,v in splits.items()}, paragraphs=len(mq.corpus),
-                    corpus=mq.corpus.hash, about=mq.about, counts=mq.counts, audit=audit, versions=versions(), files={n: _hash(f/n) for n in made})
-    _write(f/'manifest.json', json.dumps(manifest, indent=1, ensure_ascii=False)+'\n')
+                    corpus=mq.corpus.hash, about=mq.about, counts=mq.counts, audit=audit, files={n: _hash(f/n) for n in made})
+    _write(f/'manifest.json', json.dumps({**manifest, 'identity': _identity(manifest)}, indent=1, ensure_ascii=False)+'\n')
+    _write(f/'environment.json', json.dumps(versions(), indent=1)+'\n')
     return f
 
-# %% ../nbs/14_dataset.ipynb #c0b7556c
+# %% ../nbs/14_dataset.ipynb #1315ff65
+def _check_trace(t, at, corpus, answers):
+    if not t.source or t.hop < 1: raise SynthesisError(f'{at}: has no source')
+    if not t.para_ids: raise SynthesisError(f'{at}: has no supporting paragraph')
+    if lost := [p for p in t.para_ids if p not in corpus]: raise SynthesisError(f'{at}: paragraph {lost[0]} is not in the corpus')
+    if t.keywords_resolved != (k := resolve_refs(t.draft.keywords, answers)): raise SynthesisError(f'{at}: keywords_resolved {t.keywords_resolved!r} should be {k!r}')
+    for e in t.edges:
+        if e.phrase and not e.cross_turn: raise SynthesisError(f'{at}: the link to {e.dep} is inside the turn and has a phrase')
+        if e.type != (want := edge_type(t.draft.sub_question)): raise SynthesisError(f'{at}: the link to {e.dep} is of type {want}, says {e.type}')
+
 def _check_row(d, corpus, kind, split):
     "Raise `SynthesisError` or `TraceError` unless a dialogue is sound by itself."
     check_phrases(check_dialogue(d))
     if (d.kind, d.split) != (kind, split): raise SynthesisError(f'{d.id}: is {d.kind} {d.split}, the file is {kind} {split}')
     answers = {t.id: t.answer for t in d.traces}
-    for t in d.traces:
-        at = f'{d.id} turn {t.turn} trace {t.id}'
-        if not t.source or t.hop < 1: raise SynthesisError(f'{at}: has no source')
-        if not t.para_ids: raise SynthesisError(f'{at}: has no supporting paragraph')
-        if lost := [p for p in t.para_ids if p not in corpus]: raise SynthesisError(f'{at}: paragraph {lost[0]} is not in the corpus')
-        if t.keywords_resolved != (k := resolve_refs(t.draft.keywords, answers)): raise SynthesisError(f'{at}: keywords_resolved {t.keywords_resolved!r} should be {k!r}')
-        for e in t.edges:
-            if e.phrase and not e.cross_turn: raise SynthesisError(f'{at}: the link to {e.dep} is inside the turn and has a phrase')
-            if e.type != (want := edge_type(t.draft.sub_question)): raise SynthesisError(f'{at}: the link to {e.dep} is of type {want}, says {e.type}')
+    for t in d.traces: _check_trace(t, f'{d.id} turn {t.turn} trace {t.id}', corpus, answers)
     hops = Counter((t.source, t.hop) for t in d.traces)
     if twice := [k for k,n in hops.items() if n > 1]: raise SynthesisError(f'{d.id}: hop {twice[0][1]} of {twice[0][0]} occurs twice')
     if d.id != (i := content_id(d.turns)): raise SynthesisError(f'{d.id}: is not the id of this content, {i}')
 
-# %% ../nbs/14_dataset.ipynb #a90537ff
+# %% ../nbs/14_dataset.ipynb #43669e8e
+def _case(u, at, by_id):
+    "Which cases the structure of a turn allows, and why."
+    more,back = [t for t in u.traces if t.id > u.answer_trace],[(t, by_id[e.dep]) for t in u.traces for e in t.edges if e.cross_turn]
+    own = {t.source for t in u.traces if t.id <= u.answer_trace}
+    if len(own) > 1: raise SynthesisError(f'{at}: asks hops of several questions, {", ".join(sorted(own))}')
+    if u.operator=='SQR' and (bad := [o for t,o in back if o.source != t.source]): raise SynthesisError(f'{at}: was relocated and refers to trace {bad[0].id} of another question')
+    if more and (len(more) > 1 or more[0].source in own or more[0].draft.deps): raise SynthesisError(f'{at}: what it asks behind its answer is not one first step of another question')
+    if more: return 'asks something in passing',dict(GS=(), SQR=('carrier',))[u.operator]
+    if back: return 'refers back',dict(GS=('follow-up',), SQR=('relocated',))[u.operator]
+    return 'refers to nothing',dict(GS=('original','partial'), SQR=('unchanged',))[u.operator]
+
+def _check_structure(d):
+    "Raise `SynthesisError` unless operators and cases of a short dialogue or single turn follow from its structure."
+    by_id,needed = {t.id: t for t in d.traces},{(t.source, i) for t in d.traces for i in t.draft.deps}
+    if len(ops := {u.operator for u in d.turns}) > 1: raise SynthesisError(f'{d.id}: mixes the operators {", ".join(sorted(ops))}')
+    for u in d.turns:
+        at = f'{d.id} turn {u.turn}'
+        why,allowed = _case(u, at, by_id)
+        if u.case not in allowed: raise SynthesisError(f'{at}: says {u.operator} {u.case}, but it {why}')
+    for u in d.turns:
+        at = f'{d.id} turn {u.turn}'
+        if idle := [t.id for t in u.traces if t.id > u.answer_trace and (t.source, t.id) not in needed]: raise SynthesisError(f'{at}: no later turn needs trace {idle[0]}')
+        if u.aliases != by_id[u.answer_trace].aliases: raise SynthesisError(f'{at}: its aliases are not those of trace {u.answer_trace}')
+
+# %% ../nbs/14_dataset.ipynb #77160288
+_key = lru_cache(1<<17)(norm_key)
+
+def _gold(t, answers):
+    return dict(answer=t.answer, evidence=t.para_ids, aliases=t.aliases, **{'sub-question': _key(resolve_refs(t.draft.sub_question, answers)), 'keywords': _key(t.keywords_resolved)})
+
 class _Across:
     "What must agree between the dialogues of a data set."
-    def __init__(self): self.ids,self.hop,self.side,self.sessions = {},{},{},{}
+    def __init__(self, licence): self.licence,self.ids,self.hop,self.side,self.ends,self.partial,self.sessions = licence,{},{},{},{},[],{}
 
-    def check(self, d):
-        if d.id in self.ids and d.kind != 'single': raise SynthesisError(f'{d.id}: occurs twice, first in {self.ids[d.id]}')
-        side = 'train' if d.split=='train' else 'dev'
-        for t in d.traces:
-            gold = (t.answer, t.para_ids)
-            if self.hop.setdefault((t.source, t.hop), gold) != gold: raise SynthesisError(f'{d.id} trace {t.id}: hop {t.hop} of {t.source} has another answer or evidence elsewhere')
-            if self.side.setdefault(t.source, side) != side: raise SynthesisError(f'{d.id} trace {t.id}: source {t.source} is on both sides')
+    def check(self, d, row):
+        if d.id in self.ids: raise SynthesisError(f'{d.id}: occurs twice, first in {self.ids[d.id]}')
         self.ids[d.id] = f'{d.kind} {d.split}'
-        if d.kind=='short': self.sessions[d.id] = side,[(u.query, u.answer) for u in d.turns]
-        if d.kind in ('long','ultra'): self.parts(d, side)
+        if self.licence is None: self.licence = d.licence
+        if d.licence != self.licence: raise SynthesisError(f'{d.id}: licence {d.licence!r}, that of the data set is {self.licence!r}')
+        if d.kind in ('long','ultra'): return self.parts(d)
+        _check_structure(d)
+        if said := giveaways([d]): raise SynthesisError(f'gives an answer away: {said[0]}')
+        self.hops(d, row)
+        if d.kind=='short': self.sessions[d.id] = d
 
-    def parts(self, d, side):
-        for s in dict.fromkeys(u.session for u in d.turns):
-            if s not in self.sessions: raise SynthesisError(f'{d.id}: session {s!r} is none of the short dialogues')
-            if self.sessions[s] != (side, [(u.query, u.answer) for u in d.turns if u.session==s]): raise SynthesisError(f'{d.id}: session {s} is not whole, or of the other side')
+    def hops(self, d, row):
+        answers,side = {t.id: t.answer for t in d.traces},_side(d)
+        for t in d.traces:
+            old = self.hop.setdefault((t.source, t.hop), new := _gold(t, answers))
+            if bad := [k for k in new if new[k] != old[k]]: raise SynthesisError(f'{d.id} trace {t.id}: the {bad[0]} of hop {t.hop} of {t.source} is {new[bad[0]]!r} here and {old[bad[0]]!r} elsewhere')
+            if self.side.setdefault(t.source, side) != side: raise SynthesisError(f'{d.id} trace {t.id}: source {t.source} is on both sides')
+        for u in d.turns:
+            end = next(t for t in u.traces if t.id==u.answer_trace)
+            if u.case=='partial': self.partial.append((row, f'{d.id} turn {u.turn}', end))
+            elif self.ends.setdefault(end.source, end.hop) != end.hop: raise SynthesisError(f'{d.id} turn {u.turn}: {end.source} ends in hop {end.hop} here and in hop {self.ends[end.source]} elsewhere')
 
-# %% ../nbs/14_dataset.ipynb #19b3291a
+    def finish(self):
+        "A partial turn stops before the end of its question; where that is may be known only from later dialogues."
+        for row,at,t in self.partial:
+            if t.hop >= self.ends.get(t.source, t.hop+1): row.fail(f'{at}: says partial, but hop {t.hop} is the end of {t.source}')
+
+def _side(d): return 'train' if d.split=='train' else 'dev'
+
+# %% ../nbs/14_dataset.ipynb #9bc9bebf
+def _difference(a, b, at=''):
+    "Where two records first differ, and how; '' when they don't."
+    if dataclasses.is_dataclass(a): return next((w for f in dataclasses.fields(a) if (w := _difference(getattr(a, f.name), getattr(b, f.name), f'{at}.{f.name}'))), '')
+    if isinstance(a, tuple) and len(a)==len(b): return next((w for i,(x,y) in enumerate(zip(a, b)) if (w := _difference(x, y, f'{at}[{i}]'))), '')
+    return '' if a==b else f'{at} is {a!r}, in the short dialogue {b!r}'
+
+@patch
+def parts(self:_Across, d):
+    "Raise `SynthesisError` unless a long dialogue is what its sessions make."
+    names,order,n = list(dict.fromkeys(u.session for u in d.turns)),[],Counter()
+    if lost := [s for s in names if s not in self.sessions]: raise SynthesisError(f'{d.id}: session {lost[0]!r} is none of the short dialogues')
+    some = [self.sessions[s] for s in names]
+    if len(some) < 2: raise SynthesisError(f'{d.id}: is one session, {names[0]}, not several interleaved')
+    for u in d.turns:
+        order.append((names.index(u.session), n[u.session]))
+        n[u.session] += 1
+    for s in some:
+        if n[s.id] != len(s.turns): raise SynthesisError(f'{d.id}: session {s.id} is not whole, {n[s.id]} of {len(s.turns)} turns')
+        if _side(s) != _side(d): raise SynthesisError(f'{d.id}: session {s.id} is of the other side')
+    if d.turns != (made := remap(some, order, d.kind, d.split).turns): raise SynthesisError(f'{d.id}: {_difference(d.turns, made, "turns")}')
+
+# %% ../nbs/14_dataset.ipynb #f3cb0728
 def _manifest(f):
-    try: m = json.loads((f/'manifest.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError) as e: raise DatasetError(f'{f/"manifest.json"}: {getattr(e, "strerror", None) or e}') from None
-    need = dict(schema=int, name=str, dialogues=dict, turns=dict, paragraphs=int, files=dict, counts=dict, about=dict)
-    if not isinstance(m, dict) or (bad := [k for k,t in need.items() if type(m.get(k)) is not t]): raise DatasetError(f'{f/"manifest.json"}: {bad[0] if isinstance(m, dict) else "it"} is missing or of the wrong type')
-    if m['schema'] != SCHEMA: raise DatasetError(f'{f/"manifest.json"}: schema {m["schema"]}, this version reads {SCHEMA}')
-    if bad := [s for s in m['dialogues'] if not re.fullmatch(r'(short|long|ultra|single) (train|dev|test)', s)]: raise DatasetError(f'{f/"manifest.json"}: unknown split {bad[0]!r}')
+    at = f/'manifest.json'
+    try: m = json.loads(at.read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError) as e: raise DatasetError(f'{at}: {getattr(e, "strerror", None) or e}') from None
+    need = dict(schema=int, name=str, dialogues=dict, turns=dict, paragraphs=int, corpus=str, files=dict, counts=dict, about=dict, identity=str)
+    if not isinstance(m, dict) or (bad := [k for k,t in need.items() if type(m.get(k)) is not t]): raise DatasetError(f'{at}: {bad[0] if isinstance(m, dict) else "it"} is missing or of the wrong type')
+    if m['schema'] != SCHEMA: raise DatasetError(f'{at}: schema {m["schema"]}, this version reads {SCHEMA}')
+    if bad := [s for s in m['dialogues'] if not _split.fullmatch(s)]: raise DatasetError(f'{at}: unknown split {bad[0]!r}')
+    if not m['dialogues']: raise DatasetError(f'{at}: has no split')
     return m
+
+def _check_names(f, m):
+    "Raise `DatasetError` unless manifest and folder name the same files."
+    known = set(_files(m['dialogues'], any(n.startswith('parquet/') for n in m['files'])))
+    if odd := sorted(known ^ set(m['files'])): raise DatasetError(f'{f/"manifest.json"}: files {"lacks" if odd[0] in known else "has"} {odd[0]!r}')
+    if lost := [n for n in sorted(known) if not (f/n).is_file()]: raise DatasetError(f'{f/lost[0]}: is missing')
+    if more := sorted({p.relative_to(f).as_posix() for x in ('jsonl','parquet') for p in f.glob(f'{x}/*')} - known): raise DatasetError(f'{f/more[0]}: the manifest doesn\'t know this file')
 
 def _card_counts(f):
     "Split → number of examples, as the head of the card says."
-    text,out,kind = (f/'README.md').read_text(encoding='utf-8').partition('dataset_info:')[2].partition('\n---')[0],{},''
+    try: text = (f/'README.md').read_text(encoding='utf-8')
+    except ValueError as e: raise DatasetError(f'{f/"README.md"}: {e}') from None
+    text,out,kind = text.partition('dataset_info:')[2].partition('\n---')[0],{},''
     for k,name,n in re.findall(r'- config_name: (\w+)|  - name: (\w+)\n    num_bytes: \d+\n    num_examples: (\d+)', text):
         if k: kind = k
         else: out[f'{kind} {name}'] = int(n)
     return out
 
-# %% ../nbs/14_dataset.ipynb #8ea7d5c3
+# %% ../nbs/14_dataset.ipynb #971f7bc6
+def _check_files(f, m):
+    if (c := _card_counts(f)) != (want := {**m['dialogues'], 'corpus train': m['paragraphs']}): raise DatasetError(f'{f/"README.md"}: the card counts {c}, there are {want}')
+    for n,h in m['files'].items():
+        if _hash(f/n) != h: raise DatasetError(f'{f/n}: is not the file that was exported (SHA-256 differs)')
+    if m['identity'] != (i := _identity(m)): raise DatasetError(f'{f/"manifest.json"}: is not the manifest that was exported (its identity would be {i})')
+
+def _check_sides(f, ds, corpus):
+    "Raise `DatasetError` when evidence or a bridge entity is on both sides."
+    a,b = (_evidence([d for d in ds if d.kind in ('short','single') and (d.split=='train')==train], corpus) for train in (True,False))
+    for k in a:
+        if both := sorted(a[k] & b[k]): raise DatasetError(f'{f}: {len(both)} {k} are on both sides, such as {both[0]!r}')
+
+# %% ../nbs/14_dataset.ipynb #ab0602b3
+def _read_split(f, name, m, corpus, across, limits):
+    "The checked dialogues of a split."
+    path,(kind,split),out = f/'jsonl'/f'{name.replace(" ","-")}.jsonl',name.split(),[]
+    for row in read_rows(path):
+        try:
+            d = from_dict(Dialogue, row.v)
+            _check_row(d, corpus, kind, split)
+            across.check(d, row)
+        except (TraceError, SynthesisError) as e: row.fail(str(e))
+        if why := outside(d, limits): row.fail(f'{d.id}: {why}')
+        out.append(d)
+    found = dict(dialogues=len(out), turns=sum(len(d.turns) for d in out))
+    if wrong := [k for k,n in found.items() if n != m[k].get(name)]: raise DatasetError(f'{path}: {found[wrong[0]]} {wrong[0]}, the manifest says {m[wrong[0]].get(name)}')
+    return out
+
 def load_mumuqa(
     folder,              # What `export` wrote
     check_ranges:bool=False, # Must every dialogue be inside the ranges of Table 6?
 )->MuMuQA: # The benchmark
     "Read an exported benchmark and check everything; `SourceError` names file and line, `DatasetError` the file."
-    f,across,ds = Path(folder),_Across(),[]
+    f = Path(folder)
     m = _manifest(f)
-    corpus,paper = Corpus.load(f/'jsonl'/'corpus.jsonl'),paper_table6() if check_ranges else {}
-    if len(corpus) != m['paragraphs']: raise DatasetError(f'{f/"jsonl"/"corpus.jsonl"}: {len(corpus)} paragraphs, the manifest says {m["paragraphs"]}')
-    for name in m['dialogues']:
-        path,(kind,split),some = f/'jsonl'/f'{name.replace(" ","-")}.jsonl',name.split(),[]
-        for row in read_rows(path):
-            try:
-                d = from_dict(Dialogue, row.v)
-                _check_row(d, corpus, kind, split)
-                across.check(d)
-            except (TraceError, SynthesisError) as e: row.fail(str(e))
-            if why := outside(d, ranges(paper[name]) if name in paper else None): row.fail(f'{d.id}: {why}')
-            some.append(d)
-        found = dict(dialogues=len(some), turns=sum(len(d.turns) for d in some))
-        if wrong := [k for k,n in found.items() if n != m[k].get(name)]: raise DatasetError(f'{path}: {found[wrong[0]]} {wrong[0]}, the manifest says {m[wrong[0]].get(name)}')
-        ds += some
+    _check_names(f, m)
+    at,paper,parts = f/'jsonl'/'corpus.jsonl',paper_table6() if check_ranges else {},{}
+    corpus = Corpus.load(at)
+    if len(corpus) != m['paragraphs']: raise DatasetError(f'{at}: {len(corpus)} paragraphs, the manifest says {m["paragraphs"]}')
+    if corpus.hash != m['corpus']: raise DatasetError(f'{at}: corpus {corpus.hash}, the manifest says {m["corpus"]}')
+    across = _Across(m['about'].get('licence'))
+    def read(*kinds):
+        for name in m['dialogues']:
+            if name.split()[0] in kinds: parts[name] = _read_split(f, name, m, corpus, across, ranges(paper[name]) if name in paper else None)
+    read('single')
+    read('short')
+    across.finish()
+    read('long', 'ultra')
+    ds = [d for name in m['dialogues'] for d in parts[name]]
+    _check_sides(f, ds, corpus)
     _check_files(f, m)
     return MuMuQA(ds, corpus, m['counts'], m['name'], m['about'])
 
-def _check_files(f, m):
-    for n,h in m['files'].items():
-        if not (f/n).is_file(): raise DatasetError(f'{f/n}: is missing')
-        if n=='README.md' and (c := _card_counts(f)) != (want := {**m['dialogues'], 'corpus train': m['paragraphs']}): raise DatasetError(f'{f/n}: the card counts {c}, there are {want}')
-        if _hash(f/n) != h: raise DatasetError(f'{f/n}: is not the file that was exported (SHA-256 differs)')
-
-# %% ../nbs/14_dataset.ipynb #dc197ff5
+# %% ../nbs/14_dataset.ipynb #d7fa3e6e
 def read_parquet(
     path, # A Parquet file that `export` wrote
 )->list[Dialogue]: # As records

@@ -7,13 +7,13 @@ __all__ = ['SYSTEMS', 'EVAL_DEFAULTS', 'EVAL_CHECKS', 'PAIRS', 'BUILD_DEFAULTS',
            'eval_dialogues', 'system_names', 'make_systems', 'turn_key', 'hold_recorded', 'run_systems', 'check_source',
            'eval_parameters', 'eval_config', 'published_run', 'score_turn', 'score_run', 'summarise', 'table',
            'differences', 'plot_scores', 'plot_seconds', 'show_dialogue', 'pick_dialogue', 'build_sources',
-           'check_files', 'named_realizer', 'benchmark', 'said_hash', 'build_config']
+           'check_files', 'named_realizer', 'benchmark', 'said_hash', 'build_config', 'short_sample']
 
-# %% ../nbs/39_experiment.ipynb #7a68f256
+# %% ../nbs/39_experiment.ipynb #8422a07c
 import dataclasses, difflib, hashlib, json
 from functools import partial
 from types import SimpleNamespace
-from .traces import Turn, from_dict, to_dict
+from .traces import Turn, from_dict, markdown_cell, to_dict
 from .sources import SourceError, read_source
 from .world import world_source
 from .metrics import avg_paras, exact_match, gold_ctx, mean_interval, paired_bootstrap, token_f1
@@ -26,7 +26,7 @@ from .dag import TraceDAG, edge_types
 from .pipeline import CMTSystem, DirectSystem
 from .profiles import load_profile, reader_name
 
-# %% ../nbs/39_experiment.ipynb #af753310
+# %% ../nbs/39_experiment.ipynb #5c8d42b5
 def eval_source(
     source:str,   # `'world'`, or a file of MuSiQue rows
     split:str,    # Split of the sample world; only a label for a file
@@ -51,14 +51,14 @@ def eval_dialogues(
     if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
     return data
 
-# %% ../nbs/39_experiment.ipynb #b4d610a8
+# %% ../nbs/39_experiment.ipynb #a9003256
 def _cmt(gold_answers, links): return lambda name,retriever,reader,k,kw: CMTSystem(
     name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, lookup=links, **kw)
 
 SYSTEMS = {'direct': lambda name,retriever,reader,k,kw: DirectSystem(retriever, reader, k=k, name=name),
            'oracle': _cmt(False, True), 'oracle-gold': _cmt(True, True), 'no-links': _cmt(False, False), 'no-links-gold': _cmt(True, False)}
 
-# %% ../nbs/39_experiment.ipynb #935877a7
+# %% ../nbs/39_experiment.ipynb #fc752ad7
 def system_names(
     names:str, # Comma-separated
 )->list[str]: # Keys of `SYSTEMS`, in the order given
@@ -81,7 +81,7 @@ def make_systems(
     "The systems of an evaluation, all on one index and one reader."
     return [SYSTEMS[n](n, retriever, reader, k, switches) for n in names]
 
-# %% ../nbs/39_experiment.ipynb #dc031def
+# %% ../nbs/39_experiment.ipynb #7528aaf8
 def turn_key(system, dialogue, turn):
     "The key of a turn in a run's record."
     return f'{system}/{dialogue}/{turn}'
@@ -112,7 +112,7 @@ def hold_recorded(
         folder.append(dict(system=system.name, dialogue=dialogue.id, turn=u.turn, result=to_dict(t), state=s.dump_state()), key)
         yield True
 
-# %% ../nbs/39_experiment.ipynb #6877a3dd
+# %% ../nbs/39_experiment.ipynb #35af616c
 def _answered(jobs, folder, workers):
     if workers<=1:
         for j in jobs: yield from hold_recorded(*j, folder)
@@ -133,7 +133,7 @@ def run_systems(
     now = sum(progress(steps, total=total, desc='turns') if show else steps)
     return dict(answered=now, resumed=total-now)
 
-# %% ../nbs/39_experiment.ipynb #c82e6873
+# %% ../nbs/39_experiment.ipynb #917e2601
 EVAL_DEFAULTS = dict(profile='small', reader='', systems='direct,oracle,oracle-gold,no-links', source='world', split='dev', limit=8, k=0, seed=0, workers=0, tag='')
 
 def check_source(
@@ -157,7 +157,7 @@ def eval_parameters(
     d = vars(p) | dict(reader=reader_name(prof, p.reader), systems=system_names(p.systems), k=p.k or prof.k, source=p.source if p.source=='world' else resolve_path(p.source))
     return {k: v for k,v in d.items() if k!='workers'}
 
-# %% ../nbs/39_experiment.ipynb #682a66f0
+# %% ../nbs/39_experiment.ipynb #35a10a45
 def eval_config(
     p,        # Checked parameters of `40_eval`
     data,     # `MuMuQA` that is evaluated
@@ -170,7 +170,7 @@ def eval_config(
     return dict(parameters=eval_parameters(p), profile=prof, reader=reader.config, encoder=dict(name=encoder.name, revision=encoder.revision, dim=encoder.dim),
                 corpus=data.corpus.hash, dialogues=hashlib.sha256(said.encode()).hexdigest()[:16])
 
-# %% ../nbs/39_experiment.ipynb #3014f8e0
+# %% ../nbs/39_experiment.ipynb #85933cb0
 def published_run():
     "Folder of the finished run that `make eval` makes: `40_eval` with its default parameters; `ValueError` when there is none, or more than one."
     want = eval_parameters(SimpleNamespace(**EVAL_DEFAULTS))
@@ -178,7 +178,7 @@ def published_run():
     if len(found)!=1: raise ValueError(f'{len(found)} finished runs with the default parameters in outputs/40_eval' + ('; run: make eval' if not found else f'; remove all but one: {", ".join(f.name for f in found)}'))
     return found[0]
 
-# %% ../nbs/39_experiment.ipynb #1c5f9546
+# %% ../nbs/39_experiment.ipynb #fb7fa748
 def _distance(u, turn_of): return max((u.turn-turn_of[e.dep] for t in u.traces for e in t.edges if e.cross_turn), default=0)
 
 def score_turn(
@@ -206,7 +206,7 @@ def score_run(
     rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values()]  # the run's name holds its dialogues: there are no others
     return pd.DataFrame(sorted(rows, key=lambda r: (r['system'], order[r['dialogue']], r['turn'])))
 
-# %% ../nbs/39_experiment.ipynb #dfe18f6a
+# %% ../nbs/39_experiment.ipynb #c6c9ccb7
 def summarise(
     scores, # From `score_run`
 )->dict: # `{'systems': {name: figures}}`, the content of `metrics.json`
@@ -226,7 +226,7 @@ def summarise(
         out[name] = {k: (round(float(v), 6) if isinstance(v, float) else v) for k,v in r.items()}
     return {'systems': out}
 
-# %% ../nbs/39_experiment.ipynb #d5006d6f
+# %% ../nbs/39_experiment.ipynb #fb86bc28
 def table(
     metrics:dict,  # From `summarise`
     names:list,    # Order of the rows
@@ -240,7 +240,7 @@ def table(
         'plan / retrieve / read s': f"{r['plan']:.3f} / {r['retrieve']:.3f} / {r['read']:.2f}"}
     return pd.DataFrame([row(n, metrics['systems'][n]) for n in names if n in metrics['systems']])
 
-# %% ../nbs/39_experiment.ipynb #d7b13710
+# %% ../nbs/39_experiment.ipynb #abe3cca6
 PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle')]
 
 def differences(
@@ -262,7 +262,7 @@ def differences(
                              'excludes 0': i.excludes_zero, 'turns': len(d)})
     return pd.DataFrame(rows)
 
-# %% ../nbs/39_experiment.ipynb #2f65439f
+# %% ../nbs/39_experiment.ipynb #58825252
 def _lines(ax, scores, by, label, names, col):
     for n in names:
         g = scores[scores.system==n].groupby(by, observed=True)[col].agg(['mean','size'])
@@ -289,7 +289,7 @@ def plot_scores(
     axs[0,0].legend(fontsize=8); fig.suptitle(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #8a424b08
+# %% ../nbs/39_experiment.ipynb #401aad0c
 def plot_seconds(
     metrics:dict, # From `summarise`
     names:list,   # Systems
@@ -305,11 +305,9 @@ def plot_seconds(
     ax.invert_yaxis(); ax.set_xlabel('seconds a turn'); ax.legend(); ax.set_title(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #3338326b
-def _cell(s): return s.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')
-
+# %% ../nbs/39_experiment.ipynb #46dcfd9c
 def _said(answer, gold, aliases, ok=exact_match):
-    return _cell(answer or '(empty)') if ok(answer, gold, aliases) else f'{_cell(answer or "(empty)")} ✗ <sub>gold: {_cell(gold)}</sub>'
+    return markdown_cell(answer or '(empty)') if ok(answer, gold, aliases) else f'{markdown_cell(answer or "(empty)")} ✗ <sub>gold: {markdown_cell(gold)}</sub>'
 
 def show_dialogue(
     folder:RunFolder,  # A run
@@ -320,16 +318,16 @@ def show_dialogue(
     rows,nodes,found = ['| turn | question and its traces | answer |', '|-:|---|---|'],[],{}
     for u in dialogue.turns:
         t = from_dict(Turn, folder.done[turn_key(system, dialogue.id, u.turn)]['result'])
-        rows.append(f'| **{u.turn}** | **{_cell(u.query)}** | **{_said(t.answer, u.answer, u.aliases)}** |')
+        rows.append(f'| **{u.turn}** | **{markdown_cell(u.query)}** | **{_said(t.answer, u.answer, u.aliases)}** |')
         for n,g,f in zip(t.nodes, u.traces, t.looked_up):
             deps = ', '.join(f'T{i}' for i in n.deps)
-            rows.append(f'| | T{n.id} {_cell(n.sub_question)}{f" ← {deps}" if deps else ""} | {_said(n.answer, g.answer, g.aliases)} |')
+            rows.append(f'| | T{n.id} {markdown_cell(n.sub_question)}{f" ← {deps}" if deps else ""} | {_said(n.answer, g.answer, g.aliases)} |')
             found[n.id] = f
         nodes += t.nodes
     dag = TraceDAG(nodes, {k: v for k,v in found.items() if v})
     return '\n'.join([*rows, '', '```mermaid', dag.mermaid(edge_types(dialogue), queries=dialogue.queries), '```'])
 
-# %% ../nbs/39_experiment.ipynb #d5fc5167
+# %% ../nbs/39_experiment.ipynb #41bef8ec
 def pick_dialogue(
     dialogues:list, # Dialogues of a run
 ): # One of them
@@ -337,7 +335,7 @@ def pick_dialogue(
     links = lambda d: sum(e.cross_turn for t in d.traces for e in t.edges)
     return max((d for d in dialogues if d.kind=='short' and len(d.turns)<=5), key=lambda d: (links(d), -len(d.traces)), default=dialogues[0])
 
-# %% ../nbs/39_experiment.ipynb #e2c73205
+# %% ../nbs/39_experiment.ipynb #3fa8e062
 def build_sources(
     source:str='world', # `'world'`, or files of decomposed questions with commas
     dev:str='',         # Files of the source's own development set; empty: `source` is parted
@@ -346,26 +344,31 @@ def build_sources(
 ): # (training source, development source or None)
     "The source questions of a benchmark; `SourceError` names what is wrong with a file."
     if source=='world':
+        if dev: raise SourceError(f"dev={dev!r} needs source=FILES: the sample world has its own development split")
         side = lambda split,n: join_sources([world_source(split, seed+i) for i in range(n)], f'world-{split}')
         return side('train', worlds),side('dev', max(1, round(.3*worlds)))
     read = lambda files: join_sources([read_source(resolve_path(f.strip())) for f in files.split(',') if f.strip()])
     return read(source),read(dev) if dev else None
 
-# %% ../nbs/39_experiment.ipynb #b72ec05c
+# %% ../nbs/39_experiment.ipynb #99a9dea9
 BUILD_DEFAULTS = dict(source='world', dev='', worlds=1, scale=.05, seed=0, workers=2, realizer='rules', relocated=.25, max_uses=2, window=3, single=True, salt='')
 
 def check_files(s):
     "Do all files of a list with commas exist?"
-    bad = [f for f in s.split(',') if f and not resolve_path(f.strip()).is_file()]
+    bad = [f for f in s.split(',') if f.strip() and not resolve_path(f.strip()).is_file()]
     return not bad or f'no such file: {bad[0]}'
+
+def _some_files(s):
+    if s=='world': return True
+    return check_files(s) if s.strip(' ,') else "names no file; allowed are 'world' (the bundled sample worlds) or files with commas"
 
 def _within(lo, hi): return lambda v: lo<=v<=hi or f'must be between {lo} and {hi}'
 
-BUILD_CHECKS = dict(source=lambda s: s=='world' or check_files(s), dev=check_files, worlds=_least(1), scale=lambda v: v>0 or 'must be above 0', workers=_least(1),
+BUILD_CHECKS = dict(source=_some_files, dev=check_files, worlds=_least(1), scale=lambda v: v>0 or 'must be above 0', workers=_least(1),
                     relocated=_within(0, 1), max_uses=_least(0), window=_least(1))
 BUILD_ALLOWED = dict(realizer=list(REALIZERS))
 
-# %% ../nbs/39_experiment.ipynb #0c6f853d
+# %% ../nbs/39_experiment.ipynb #6d0a06cb
 def named_realizer(questions, split, seed, name='rules'):
     "A realizer for one side: called by `build`, maybe in another process."
     return make_realizer(name, questions, split, seed, check=False)
@@ -383,15 +386,31 @@ def benchmark(
     if not mq.dialogues: raise SourceError(f'no dialogue can be made of {len(train.questions)} questions: {mq.counts}', train.name)
     return mq,[*train.questions, *(dev.questions if dev else [])]
 
-# %% ../nbs/39_experiment.ipynb #711e41d3
+# %% ../nbs/39_experiment.ipynb #8377a4df
 def said_hash(dialogues):
     "12 hexadecimal digits of everything that dialogues say: their ids come from their content."
     return hashlib.sha256('\n'.join(f'{d.kind} {d.split} {d.id}' for d in dialogues).encode()).hexdigest()[:12]
 
 def build_config(
     p,          # Checked parameters
-    mq:MuMuQA,  # What they made
+    mq:MuMuQA,  # What they made, or what was read
+    data='',    # The folder it was read from
 )->dict: # Everything that decides the result
-    "The resolved configuration of a benchmark; `workers` changes nothing and is left out."
-    files = {k: [resolve_path(f.strip()) for f in getattr(p, k).split(',') if f] for k in ('source','dev') if getattr(p, k)!='world'}
-    return dict(parameters={k: v for k,v in vars(p).items() if k in BUILD_DEFAULTS and k not in ('workers','source','dev')}, source=files or 'world', corpus=mq.corpus.hash, dialogues=said_hash(mq.dialogues))
+    "The resolved configuration of a benchmark; `workers` changes nothing and is left out. What was read is described by itself, not by parameters that had no part in it."
+    made = dict(corpus=mq.corpus.hash, dialogues=said_hash(mq.dialogues))
+    if data: return dict(read=mq.name, about=mq.about, **made)
+    files = {k: [resolve_path(f.strip()) for f in getattr(p, k).split(',') if f.strip()] for k in ('source','dev') if getattr(p, k)!='world'}
+    return dict(parameters={k: v for k,v in vars(p).items() if k in BUILD_DEFAULTS and k not in ('workers','source','dev')}, source={k: v for k,v in files.items() if v} or 'world', **made)
+
+# %% ../nbs/39_experiment.ipynb #6e4162b7
+def short_sample(
+    source:str,   # `'world'`, or a file of decomposed questions
+    split:str,    # Chooses the wordings of follow-ups
+    seed:int=0,   # Of the world and of the synthesis
+    n:int=40,     # Dialogues wanted
+): # (source, `MuMuQA` of short dialogues)
+    "Short dialogues of a source; `SourceError` when there is none."
+    src = eval_source(source, split, seed)
+    data = assemble(src, split, seed, n_short=n, n_long=0)
+    if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
+    return src,data

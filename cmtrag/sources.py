@@ -7,23 +7,23 @@ __all__ = ['MAX_TEXT', 'SHAPES', 'READERS', 'SourceError', 'Field', 'read_rows',
            'Corpus', 'Hop', 'Question', 'hop_shape', 'rewrite_refs', 'Source', 'read_musique', 'read_gold_only',
            'read_hotpotqa', 'read_2wiki', 'read_paragraph_pool', 'detect', 'read_source']
 
-# %% ../nbs/01_sources.ipynb #ff985611
+# %% ../nbs/01_sources.ipynb #f682dbc4
 import hashlib, json, re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Iterable, Iterator
 from fastcore.basics import patch
-from .traces import answer_refs
+from .traces import answer_refs, markdown_cell
 
-# %% ../nbs/01_sources.ipynb #523e4273
+# %% ../nbs/01_sources.ipynb #0118c86b
 class SourceError(ValueError):
     "A source file or one of its rows cannot be used; `file`, `line` (from 1; 0 is the file as a whole) and `field` say where."
     def __init__(self, msg, file='', line=0, field=''):
         self.file,self.line,self.field = str(file),line,field
         super().__init__(f'{file}:{line}: field {field!r}: {msg}' if file else msg)
 
-# %% ../nbs/01_sources.ipynb #afd9ec2f
+# %% ../nbs/01_sources.ipynb #ea9aecfd
 class Field:
     "A JSON value `v` with its place in a file."
     __slots__ = ('v','file','line','path')
@@ -40,7 +40,7 @@ class Field:
         "Raise `SourceError` with this place."
         raise SourceError(msg, self.file, self.line, self.path or '<row>')
 
-# %% ../nbs/01_sources.ipynb #16727a4d
+# %% ../nbs/01_sources.ipynb #1027121d
 _names = {str:'text', int:'a whole number', bool:'true or false', list:'a list', dict:'an object', type(None):'null', float:'a number'}
 
 def _show(v):
@@ -56,7 +56,7 @@ def expect(self:Field,
     if type(self.v) is not typ: self.fail(f'expected {_names[typ]}, got {_show(self.v)}')
     return self.v
 
-# %% ../nbs/01_sources.ipynb #fdd1ab45
+# %% ../nbs/01_sources.ipynb #e347eaab
 @patch
 def __getitem__(self:Field,
     k:str # Name of a field
@@ -73,7 +73,7 @@ def has(self:Field,
     "Is there a field `k` that is neither null nor an empty list?"
     return self.expect(dict).get(k) not in (None, [])
 
-# %% ../nbs/01_sources.ipynb #2b305055
+# %% ../nbs/01_sources.ipynb #b43eed4f
 @patch
 def items(self:Field,
     n:int=None # Number of elements that there must be
@@ -96,7 +96,7 @@ def text(self:Field,
     except UnicodeEncodeError as e: self.fail(f'holds {ascii(s[e.start])}, half a surrogate pair')
     return s
 
-# %% ../nbs/01_sources.ipynb #6b7ca399
+# %% ../nbs/01_sources.ipynb #0618e01d
 def _no_nan(s): raise ValueError(f'{s} is not JSON')
 _json = json.JSONDecoder(parse_constant=_no_nan)
 _blank = re.compile(r'[ \t\r\n]*')
@@ -106,7 +106,7 @@ def _decode(s, file, line, pos=0, path='<row>'):
     except json.JSONDecodeError as e: raise SourceError(f'not JSON: {e.msg} at character {e.pos}', file, line, path) from None
     except (ValueError, RecursionError) as e: raise SourceError(f'not JSON that we can read: {e}'[:120], file, line, path) from None
 
-# %% ../nbs/01_sources.ipynb #dcf73cd1
+# %% ../nbs/01_sources.ipynb #b7d6b83b
 def _line_rows(f, file):
     for n,b in enumerate(f, 1):
         try: s = b.removeprefix(b'\xef\xbb\xbf').decode()
@@ -116,7 +116,7 @@ def _line_rows(f, file):
         if _blank.match(s, end).end() < len(s): raise SourceError(f'more text after the row: {_show(s[end:end+40])}', file, n, '<row>')
         yield Field(v, file, n)
 
-# %% ../nbs/01_sources.ipynb #44d4ea28
+# %% ../nbs/01_sources.ipynb #09f1fd83
 def _list_rows(b, file):
     try: s = b.decode('utf-8-sig')
     except UnicodeDecodeError as e: raise SourceError(f'not UTF-8: {e.reason} at byte {e.start}', file, b.count(b'\n', 0, e.start)+1, '<row>') from None
@@ -132,7 +132,7 @@ def _list_rows(b, file):
         pos = skip(pos+1)
     if (pos := skip(pos+1)) < len(s): raise SourceError(f'more text after the list: {_show(s[pos:pos+20])}', file, s.count('\n', 0, pos)+1, '<row>')
 
-# %% ../nbs/01_sources.ipynb #a9b70d08
+# %% ../nbs/01_sources.ipynb #787b0ddf
 def read_rows(
     path, # A `.jsonl` file, or a `.json` file that is one list
 )->Iterator[Field]: # The rows, wrapped with file and line
@@ -148,7 +148,7 @@ def read_rows(
             yield row
     if not n: raise SourceError('holds no rows', file, 0, '<file>')
 
-# %% ../nbs/01_sources.ipynb #a11afa5c
+# %% ../nbs/01_sources.ipynb #df3e7212
 @dataclass(frozen=True)
 class Paragraph:
     "A retrieval unit: a title and a text."
@@ -170,7 +170,7 @@ def make_paragraph(
     "A paragraph with the id that belongs to its content."
     return Paragraph(paragraph_id(title, text), title, text)
 
-# %% ../nbs/01_sources.ipynb #7851d991
+# %% ../nbs/01_sources.ipynb #091acabc
 class Corpus:
     "An ordered set of paragraphs, looked up by id."
     def __init__(self,
@@ -193,7 +193,7 @@ class Corpus:
         "16 hexadecimal digits that depend on which paragraphs there are, not on their order."
         return hashlib.sha256('\n'.join(sorted(self._by_id)).encode()).hexdigest()[:16]
 
-# %% ../nbs/01_sources.ipynb #f1d63e50
+# %% ../nbs/01_sources.ipynb #048860e6
 @patch
 def add(self:Corpus,
     paragraphs:Iterable[Paragraph] # Another corpus will do
@@ -204,7 +204,7 @@ def add(self:Corpus,
 @patch
 def _repr_markdown_(self:Corpus): return f'**Corpus** `{self.hash}` · {len(self):,} paragraphs'
 
-# %% ../nbs/01_sources.ipynb #286d292f
+# %% ../nbs/01_sources.ipynb #ae3a254b
 @patch
 def save(self:Corpus,
     path # File to write, JSON lines
@@ -225,7 +225,7 @@ def load(cls:Corpus,
         return p
     return cls(one(row) for row in read_rows(path))
 
-# %% ../nbs/01_sources.ipynb #7a4efc97
+# %% ../nbs/01_sources.ipynb #2e5bc7ef
 @dataclass(frozen=True)
 class Hop:
     "One single-hop step of a question."
@@ -241,7 +241,7 @@ class Hop:
         "Numbers of the hops whose answers this one needs."
         return answer_refs(self.question)
 
-# %% ../nbs/01_sources.ipynb #5bc961c6
+# %% ../nbs/01_sources.ipynb #50b2ef20
 @dataclass(frozen=True)
 class Question:
     "A multi-hop question with its hops and paragraphs."
@@ -262,7 +262,7 @@ class Question:
         used = {k for h in self.hops for k in h.refs}
         return bool(self.hops) and used == set(range(1, len(self.hops))) and self.hops[-1].answer == self.answer
 
-# %% ../nbs/01_sources.ipynb #e6265b60
+# %% ../nbs/01_sources.ipynb #8fb464e5
 SHAPES = {'2hop' : ((), (1,)),
           '3hop1': ((), (1,), (2,)),       '3hop2': ((), (), (1,2)),
           '4hop1': ((), (1,), (2,), (3,)), '4hop2': ((), (), (1,2), (3,)), '4hop3': ((), (1,), (), (2,3))}
@@ -274,7 +274,7 @@ def hop_shape(
     s = tuple(tuple(sorted(h.refs)) for h in hops)
     return next((k for k,v in SHAPES.items() if v == s), f'{len(s)}hop-other')
 
-# %% ../nbs/01_sources.ipynb #7012fcd5
+# %% ../nbs/01_sources.ipynb #b66cd566
 _hash_ref = re.compile(r'#([0-9]+)(?!\w)')
 _literal  = re.compile(r'\[(\\*)A_([1-9]\d*)\]')
 
@@ -291,7 +291,7 @@ def rewrite_refs(
         return f'[A_{j}]'
     return _hash_ref.sub(one, _quote(q.text()))
 
-# %% ../nbs/01_sources.ipynb #c1ee171b
+# %% ../nbs/01_sources.ipynb #26cc545d
 @dataclass(repr=False)
 class Source:
     "The questions of one file, their paragraphs, and the account of what was read."
@@ -306,9 +306,9 @@ class Source:
     def _repr_markdown_(self):
         shapes = Counter(q.shape for q in self.questions)
         rows = [*self.counts.items(), *((f'shape {k}', shapes[k]) for k in sorted(shapes)), ('paragraphs in the corpus', len(self.corpus))]
-        return '\n'.join([f'**{self.name}** · {self.licence}', '', '| | |', '|---|--:|', *(f'| {k.replace("_", " ")} | {v:,} |' for k,v in rows)])
+        return '\n'.join([f'**{markdown_cell(self.name)}** · {markdown_cell(self.licence)}', '', '| | |', '|---|--:|', *(f'| {markdown_cell(k.replace("_", " "))} | {v:,} |' for k,v in rows)])
 
-# %% ../nbs/01_sources.ipynb #0a651a2c
+# %% ../nbs/01_sources.ipynb #be6d9307
 _marks = (('gold_only', 'support_paragraphs'), ('musique', 'question_decomposition'), ('2wiki', 'evidences'), ('hotpotqa', 'supporting_facts'))
 _own = {'gold_only':{'support_paragraphs', 'question_decomposition'}, '2wiki':{'evidences', 'supporting_facts'}, 'musique':{'question_decomposition'}, 'hotpotqa':{'supporting_facts'}}
 
@@ -316,7 +316,7 @@ def _one_schema(row, fmt):
     for name,mark in _marks:
         if mark not in _own[fmt] and row.has(mark): row[mark].fail(f'belongs to the format {name}, but this file is read as {fmt}: one file, one format')
 
-# %% ../nbs/01_sources.ipynb #d1e8ad69
+# %% ../nbs/01_sources.ipynb #6467f96c
 def _collect(path, one, licence, fmt, id_field='id'):
     qs,paras,seen,lines = [],{},{},defaultdict(list)
     n = Counter(read=0, kept=0, unanswerable=0, without_paragraphs=0)
@@ -337,7 +337,7 @@ def _collect(path, one, licence, fmt, id_field='id'):
         n['kept'] += 1
     return Source(qs, Corpus(paras.values()), dict(n), licence, Path(path).stem, dict(lines))
 
-# %% ../nbs/01_sources.ipynb #2c62a030
+# %% ../nbs/01_sources.ipynb #43f6b5ef
 def _texts(row, key): return tuple(x.text() for x in row[key].items()) if row.has(key) else ()
 def _paragraph(f, title, text):
     t,s = title.text(blank=True),text.text(blank=True)
@@ -353,7 +353,7 @@ def _musique_paragraphs(row):
         out[i] = _paragraph(f, f['title'], f['paragraph_text']),f['is_supporting'].expect(bool)
     return out
 
-# %% ../nbs/01_sources.ipynb #87b25bf0
+# %% ../nbs/01_sources.ipynb #e8e72e70
 def _hop(h, k, paras, key, blank=False):
     q,a = rewrite_refs(h['question'], k),h['answer'].text(blank)
     i = h[key].v if paras else None
@@ -362,7 +362,7 @@ def _hop(h, k, paras, key, blank=False):
     if '>>' in q and not (sep and subject.strip() and relation.strip()): h['question'].fail("expected 'X >> relation' with both sides filled")
     return Hop(q, a, (), (paras[i][0].id,) if i is not None else (), relation.strip() if sep else '', subject.strip())
 
-# %% ../nbs/01_sources.ipynb #524b409f
+# %% ../nbs/01_sources.ipynb #af9b4041
 _number = re.compile(r'_[0-9]+$')
 
 def _document_titles(hops):
@@ -371,7 +371,7 @@ def _document_titles(hops):
         if not _number.sub('', f.text()).strip(): f.fail(f'{_show(f.v)} names no title')
     return tuple(dict.fromkeys(_number.sub('', f.v) for f in ids))
 
-# %% ../nbs/01_sources.ipynb #50aeb74d
+# %% ../nbs/01_sources.ipynb #e5e4f384
 def _musique(row, paras, key):
     "A row → (question or `None`, its paragraphs, remarks)"
     no_answer = 'answerable' in row.v and not row['answerable'].expect(bool)
@@ -389,7 +389,7 @@ def _musique(row, paras, key):
     q = Question(id, text, answer, aliases, tuple(hops), tuple(dict.fromkeys(p.id for p in ps)), tuple(dict.fromkeys(gold+marked)), shape, 'musique', titles)
     return q,ps,_remarks(q, gold, marked)
 
-# %% ../nbs/01_sources.ipynb #b1b15d8c
+# %% ../nbs/01_sources.ipynb #f88b8d94
 def _remarks(q, gold, marked):
     return {k:v for k,v in dict(hops_without_support=sum(not h.para_ids for h in q.hops) if q.para_ids else 0, support_marks_differ=int(set(gold) != set(marked)),
                                 final_answer_differs=int(q.hops[-1].answer != q.answer)).items() if v}
@@ -401,7 +401,7 @@ def read_musique(
     "Read MuSiQue; `SourceError` names file, line and field."
     return _collect(path, lambda row: _musique(row, _musique_paragraphs(row), 'paragraph_support_idx'), licence, 'musique')
 
-# %% ../nbs/01_sources.ipynb #ea3d15a6
+# %% ../nbs/01_sources.ipynb #1835302b
 def _gold_only(row):
     paras,found = {},Counter()
     for f in row['support_paragraphs'].items():
@@ -420,7 +420,7 @@ def read_gold_only(
     "Read MuSiQue rows that carry their gold passages only, joined by `document_id`; `SourceError` names file, line and field."
     return _collect(path, _gold_only, licence, 'gold_only')
 
-# %% ../nbs/01_sources.ipynb #16feceb7
+# %% ../nbs/01_sources.ipynb #79a105d8
 def _context(row, glue):
     "The paragraphs of a row, and title → [(paragraph, number of sentences)]"
     ps,titles = [],{}
@@ -432,7 +432,7 @@ def _context(row, glue):
         titles.setdefault(title.v, []).append((p, len(ss)))
     return ps,titles
 
-# %% ../nbs/01_sources.ipynb #bfd6198e
+# %% ../nbs/01_sources.ipynb #ebea9bdf
 def _facts(row, titles):
     "Supporting paragraphs (title → ids, in order of first mention), and how many sentence numbers are out of range"
     gold,beyond = {},0
@@ -454,7 +454,7 @@ def _wiki_question(row, glue, dataset):
                  titles=tuple(t for t,ids in gold.items() if not ids))
     return q,ps,gold,{'sentence_out_of_range':beyond} if beyond else {}
 
-# %% ../nbs/01_sources.ipynb #bd29a0c2
+# %% ../nbs/01_sources.ipynb #493657d4
 def read_hotpotqa(
     path,                       # HotpotQA in its official schema: one JSON list, or JSON lines
     licence:str='CC BY-SA 4.0', # Licence of the data
@@ -465,7 +465,7 @@ def read_hotpotqa(
         return q,ps,remarks
     return _collect(path, one, licence, 'hotpotqa', '_id')
 
-# %% ../nbs/01_sources.ipynb #bc519d0e
+# %% ../nbs/01_sources.ipynb #9bb99acb
 def _evidence_hops(row, gold):
     "Triples → hops, and how many of them only the ids link"
     triples = [tuple(x.text() for x in f.items(3)) for f in row['evidences'].items()]
@@ -482,7 +482,7 @@ def _evidence_hops(row, gold):
     para = dict(zip(names, gold.values())) if len(names) == len(gold) else {}
     return tuple(replace(h, para_ids=gold.get(s, para.get(s, ()))) for h,s in zip(hops, subjects)),by_id
 
-# %% ../nbs/01_sources.ipynb #4fa16c0c
+# %% ../nbs/01_sources.ipynb #a2536772
 def read_2wiki(
     path,                     # 2WikiMultiHopQA in its official schema: one JSON list, or JSON lines
     licence:str='Apache-2.0 (texts: Wikipedia, CC BY-SA)', # Licence of the data
@@ -496,14 +496,14 @@ def read_2wiki(
         return q,ps,{k:v for k,v in remarks.items() if v}
     return _collect(path, one, licence, '2wiki', '_id')
 
-# %% ../nbs/01_sources.ipynb #e77b4644
+# %% ../nbs/01_sources.ipynb #df5a08f1
 def read_paragraph_pool(
     path, # JSON lines with `title` and `text`
 )->Corpus: # In file order
     "Read a retrieval pool; `SourceError` names file, line and field."
     return Corpus(_paragraph(row, row['title'], row['text']) for row in read_rows(path))
 
-# %% ../nbs/01_sources.ipynb #ad5c361b
+# %% ../nbs/01_sources.ipynb #f0625a55
 READERS = {'musique':read_musique, 'gold_only':read_gold_only, 'hotpotqa':read_hotpotqa, '2wiki':read_2wiki}
 
 def detect(
@@ -516,7 +516,7 @@ def detect(
     hint = 'it looks like a paragraph pool, see read_paragraph_pool' if {'title','text'} <= set(row.v) else f'known formats: {", ".join(READERS)}'
     row.fail(f'none of {", ".join(m for _,m in _marks)} is among its fields; {hint}')
 
-# %% ../nbs/01_sources.ipynb #5a35436b
+# %% ../nbs/01_sources.ipynb #0d584b25
 def read_source(
     path,                # File in the official schema of MuSiQue, HotpotQA or 2WikiMultiHopQA
     dataset:str='auto',  # A key of `READERS`, or `auto`: tell by the first row

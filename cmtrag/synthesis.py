@@ -9,7 +9,7 @@ __all__ = ['SHORT_TURNS', 'SynthesisError', 'Established', 'Auxiliary', 'Pair', 
            'splice', 'content_id', 'annotate', 'check_phrases', 'roots', 'Relocator', 'obstacle', 'reveals_ahead',
            'relocate']
 
-# %% ../nbs/11_synthesis.ipynb #b69410f6
+# %% ../nbs/11_synthesis.ipynb #65b5c788
 import hashlib, itertools, json, random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ from .runs import paper_values
 from .sources import Hop, Question
 from .traces import Dialogue, Edge, GoldTrace, GoldTurn, TraceDraft, answer_refs, check_dialogue, remap_refs, resolve_refs, to_dict
 
-# %% ../nbs/11_synthesis.ipynb #8ca977b2
+# %% ../nbs/11_synthesis.ipynb #6e65d477
 class SynthesisError(ValueError):
     "A dialogue can't be put together as asked."
 
-# %% ../nbs/11_synthesis.ipynb #e952fb4c
+# %% ../nbs/11_synthesis.ipynb #b9343424
 _norm,_refs = lru_cache(1<<17)(norm_key),lru_cache(1<<17)(answer_refs)
 
 def _says(text, forms):
@@ -33,7 +33,7 @@ def _says(text, forms):
     t = f' {_norm(text)} '
     return any(f' {f} ' in t for f in forms)
 
-# %% ../nbs/11_synthesis.ipynb #2b5ea21a
+# %% ../nbs/11_synthesis.ipynb #2fc5e951
 @dataclass(frozen=True)
 class Established:
     "An answer known from an earlier turn: a bridge that a follow-up may start from (Section A.2)."
@@ -48,14 +48,14 @@ def _established(q, k, t):
     h = q.hops[k-1]
     return Established(h.answer, (*h.aliases, *(q.aliases if k==len(q.hops) else ())), q, k, t)
 
-# %% ../nbs/11_synthesis.ipynb #ed66ff3e
+# %% ../nbs/11_synthesis.ipynb #a72dc437
 @dataclass(frozen=True)
 class Auxiliary:
     "A root hop of a later source question that a carrier turn asks as well (Sub-question Relocation, Section A.2)."
     question:Question   # The later source question
     hop:int             # Its hop, from 1; it refers to no other hop
 
-# %% ../nbs/11_synthesis.ipynb #6758e285
+# %% ../nbs/11_synthesis.ipynb #1822b42d
 @dataclass(frozen=True)
 class Pair:
     "A candidate turn: the hops of `question` that it asks, and the earlier answer that it starts from (Section A.2)."
@@ -71,21 +71,25 @@ class Pair:
         "All hops that the turn asks, in order: (question, hop). Its own come first, the auxiliary one last."
         return [*((self.question, k) for k in self.nodes), *([(self.auxiliary.question, self.auxiliary.hop)] if self.auxiliary else [])]
     @property
+    def own(self):
+        "Does the turn continue its own question, rather than splice it onto another one? None: it refers to nothing."
+        return self.previous.question.id==self.question.id if self.previous else None
+    @property
     def case(self):
         "Which case of Table 5 the turn is: `'carrier'`, `'relocated'`, `'follow-up'`, `'original'` or `'partial'`."
         if self.auxiliary: return 'carrier'
-        if self.previous: return 'relocated' if self.previous.question.id==self.question.id else 'follow-up'
+        if self.previous: return 'relocated' if self.own else 'follow-up'
         return 'original' if len(self.nodes)==len(self.question.hops) else 'partial'
 
-# %% ../nbs/11_synthesis.ipynb #9de4666c
+# %% ../nbs/11_synthesis.ipynb #abaf0a2b
 @dataclass(frozen=True)
 class Realization:
     "What a realizer makes of a `Pair`: the user's question."
     query:str              # What the user asks
     phrase:str=''          # How `query` refers to the earlier answer, verbatim; empty when `previous` is None
-    edge_type:str='Ext'    # `'Ext'` or `'Ref'` (Figure 1)
+    edge_type:str='Ext'    # `'Ext'` or `'Ref'` (Figure 1) of the hop that the wording is built on; `annotate` types every link by its own hop
 
-# %% ../nbs/11_synthesis.ipynb #7fe81517
+# %% ../nbs/11_synthesis.ipynb #984dbba4
 def minimal_subgraph(
     q:Question,   # A source question
     entry:int=0,  # Hop that is already answered; 0: none
@@ -103,7 +107,7 @@ def minimal_subgraph(
 def whole_question(q): return tuple(range(1, len(q.hops)+1))
 def links_of(q, entry, nodes): return sum(entry in _refs(q.hops[k-1].question) for k in nodes)  # links across turns
 
-# %% ../nbs/11_synthesis.ipynb #1f0600aa
+# %% ../nbs/11_synthesis.ipynb #df8d2bdd
 @dataclass(frozen=True)
 class FollowUp:
     "A part of a source question that can continue from a known answer."
@@ -119,7 +123,7 @@ def _follow_up(q, entry, steps):
     nodes = minimal_subgraph(q, entry)
     return FollowUp(q, entry, nodes, frozenset(steps[k-1] for k in nodes), steps[-1], _norm(q.hops[-1].answer), links_of(q, entry, nodes))
 
-# %% ../nbs/11_synthesis.ipynb #75586b5f
+# %% ../nbs/11_synthesis.ipynb #c36ffe9d
 def splice_points_slow(
     questions, # Source questions
 )->set[tuple[str,int,str,int]]: # (question id, hop, follow-up's question id, entry hop)
@@ -127,7 +131,7 @@ def splice_points_slow(
     hops = [(q.id, k, norm_key(h.answer), k < len(q.hops)) for q in questions for k,h in enumerate(q.hops, 1)]
     return {(a, i, b, k) for a,i,x,_ in hops for b,k,y,bridge in hops if bridge and a != b and x == y}
 
-# %% ../nbs/11_synthesis.ipynb #1b07b171
+# %% ../nbs/11_synthesis.ipynb #6fa81eb0
 def follow_ups(
     questions,  # Source questions
     steps=None, # Question id → its `resolved_hops`, if they are at hand
@@ -144,7 +148,7 @@ def splice_points(questions, index):
     return {(a.id, i, f.question.id, f.entry) for a in questions for i,h in enumerate(a.hops, 1)
             for f in index.get(norm_key(h.answer), ()) if f.question.id != a.id}
 
-# %% ../nbs/11_synthesis.ipynb #3242e0ae
+# %% ../nbs/11_synthesis.ipynb #114ad427
 def novel(
     f:FollowUp,   # Candidate
     answer:str,   # Normalised answer that it would start from
@@ -153,7 +157,7 @@ def novel(
     "Does `f` ask only what hasn't been asked, and for something other than `answer`?"
     return f.answer != answer and f.steps.isdisjoint(seen)
 
-# %% ../nbs/11_synthesis.ipynb #32f1c658
+# %% ../nbs/11_synthesis.ipynb #aeb86cec
 SHORT_TURNS = dict(train={3:.48, 4:.26, 5:.13, 6:.08, 7:.05}, dev={3:.66, 4:.2, 5:.08, 6:.04, 7:.02})
 SHORT_TURNS['test'] = SHORT_TURNS['dev']
 
@@ -164,7 +168,7 @@ def draw(
     "Draw a value in proportion to its share."
     return rng.choices(list(shares), list(shares.values()))[0]
 
-# %% ../nbs/11_synthesis.ipynb #f325249a
+# %% ../nbs/11_synthesis.ipynb #b05a2757
 def _reach(q, nodes, index, steps, enough=10):
     "Number of different final steps that are novel after the hops `nodes` of `q`, at most `enough`."
     seen,finals = {steps[k-1] for k in nodes},set()
@@ -191,7 +195,7 @@ def seeds(
             if w: out.append((q, nodes, w))
     return out
 
-# %% ../nbs/11_synthesis.ipynb #4e9dc396
+# %% ../nbs/11_synthesis.ipynb #839d0d0b
 def weighted_order(
     rng,    # `random.Random`
     items,  # What to order
@@ -200,7 +204,7 @@ def weighted_order(
     "A random order in which each next item is drawn in proportion to its weight."
     return [x for _,_,x in sorted(((rng.random()**(1/weight(x)), i, x) for i,x in enumerate(items)), reverse=True)]
 
-# %% ../nbs/11_synthesis.ipynb #c8a04185
+# %% ../nbs/11_synthesis.ipynb #1328a6a4
 @dataclass(frozen=True)
 class Aim:
     "What short dialogues should be like on average and at most; None: it doesn't matter."
@@ -218,7 +222,7 @@ def table6_aim(
     turns = v['Turns mean']
     return Aim(v['Cross-turn edges mean']/(turns-1), v['Sub-questions mean']/turns, int(v['Sub-questions max']), int(v['Cross-turn edges max']))
 
-# %% ../nbs/11_synthesis.ipynb #3d8658f8
+# %% ../nbs/11_synthesis.ipynb #a3a6ceec
 class _Tally:
     "Turns, later turns, sub-questions and cross-turn links so far, against an `Aim`."
     def __init__(self, aim): self.aim,self.sums = aim or Aim(),(0,0,0,0)
@@ -249,7 +253,7 @@ class _Tally:
         _,_,hops,links = self.size(turns)
         return (self.aim.hops or 10**9)-hops,(self.aim.links or 10**9)-links
 
-# %% ../nbs/11_synthesis.ipynb #0b9149e5
+# %% ../nbs/11_synthesis.ipynb #4fae5636
 @dataclass(frozen=True)
 class TurnPlan:
     "A turn: what it asks and how."
@@ -273,7 +277,7 @@ class DialoguePlan:
         "Ids of the source questions, each once."
         return tuple(dict.fromkeys(t.pair.question.id for t in self.turns))
 
-# %% ../nbs/11_synthesis.ipynb #d6a1b5bc
+# %% ../nbs/11_synthesis.ipynb #3f5654f6
 class _Growing:
     "A dialogue under construction."
     def __init__(self): self.turns,self.earlier,self.seen,self.used = [],[],set(),set()
@@ -294,7 +298,11 @@ class _Growing:
         "The most recent `Established` of each different answer."
         return {_norm(e.answer): e for e in self.earlier}
 
-# %% ../nbs/11_synthesis.ipynb #6e3e25fa
+    def spliced(self):
+        "Does a turn continue from an answer of another question?"
+        return any(t.pair.own is False for t in self.turns)
+
+# %% ../nbs/11_synthesis.ipynb #37082eda
 class Splicer:
     "Graph Splicing over a set of source questions (Section A.2)."
     def __init__(self,
@@ -313,6 +321,7 @@ class Splicer:
         self.max_uses,self.unlinked,self.tries = max_uses,unlinked,tries
         self.steps = {q.id: resolved_hops(q) for q in self.questions}
         self.index,self.uses,self.counts = follow_ups(self.questions, self.steps),Counter() if uses is None else uses,Counter()
+        self.meet = any(f.question.id != q.id for q in self.questions for h in q.hops for f in self.index.get(_norm(h.answer), ()))
         self.seeds = seeds(self.questions, self.index, partial, self.steps)
         self.open = {q.id: 1+w for q,n,w in self.seeds if len(n)==len(q.hops)}  # weight as a later, unlinked turn
         self.keys,self.by_key = {q.id: topic_keys(q) for q in self.questions},defaultdict(list)
@@ -323,14 +332,14 @@ class Splicer:
         "May question `q` still appear in dialogue `d`?"
         return self.max_uses is None or q.id in d.used or self.uses[q.id] < self.max_uses
 
-# %% ../nbs/11_synthesis.ipynb #edba5db4
+# %% ../nbs/11_synthesis.ipynb #d42679c0
 def topic_keys(
     q:Question, # A source question
 )->list[str]: # Its intermediate answers and supporting paragraphs, sorted
     "What makes two questions topically related."
     return sorted({_norm(h.answer) for h in q.hops[:-1]} | set(q.gold_ids))
 
-# %% ../nbs/11_synthesis.ipynb #c60718bc
+# %% ../nbs/11_synthesis.ipynb #636c607a
 @patch
 def offer(self:Splicer,
     d,     # The growing dialogue
@@ -341,11 +350,12 @@ def offer(self:Splicer,
         made = self.accept(pair)
         self.counts['pairs accepted' if made else 'pairs refused'] += 1
         if made:
+            if _norm(made.query) in {_norm(t.made.query) for t in d.turns}: self.counts['questions asked before'] += 1; continue
             d.add(pair, made, self.steps[pair.question.id])
             return True
     return False
 
-# %% ../nbs/11_synthesis.ipynb #afdfc7f2
+# %% ../nbs/11_synthesis.ipynb #364db07c
 @patch
 def follow(self:Splicer,
     d, # The growing dialogue
@@ -356,9 +366,10 @@ def follow(self:Splicer,
            if novel(f, a, d.seen) and self.free(f.question, d) and len(f.nodes) <= hops and f.links <= links]
     lean = self.tally.lean(d.turns)
     can = weighted_order(self.rng, can, lambda ef: len(ef[1].nodes)**lean)
+    if not d.spliced(): can.sort(key=lambda ef: ef[0].question.id==ef[1].question.id)
     return self.offer(d, [Pair(e, f.question, f.entry, f.nodes, tuple(d.earlier)) for e,f in can])
 
-# %% ../nbs/11_synthesis.ipynb #417c7fca
+# %% ../nbs/11_synthesis.ipynb #d2386ce7
 @patch
 def others(self:Splicer,
     d, # The growing dialogue
@@ -374,7 +385,7 @@ def others(self:Splicer,
         can += weighted_order(self.rng, [q for q in some if q.id not in near and fits(q)], weight)
     return can
 
-# %% ../nbs/11_synthesis.ipynb #cd3eb584
+# %% ../nbs/11_synthesis.ipynb #505cb063
 @patch
 def turn_to(self:Splicer,
     d,    # The growing dialogue
@@ -389,7 +400,7 @@ def turn_to(self:Splicer,
         spare = spare or e
     return spare
 
-# %% ../nbs/11_synthesis.ipynb #e53f5c78
+# %% ../nbs/11_synthesis.ipynb #d6765b40
 @patch
 def grow(self:Splicer,
     q,         # Question of the first turn
@@ -402,14 +413,15 @@ def grow(self:Splicer,
     if not self.free(q, d) or not self.offer(d, [Pair(None, q, 0, nodes)]): return
     if not self.follow(d): self.counts['seeds that nothing follows'] += 1; return
     while len(d.turns) < length:
-        wanted = self.rng.random() >= self.unlinked and not self.tally.enough(d.turns, self.rng)
+        wanted = not d.spliced() or self.rng.random() >= self.unlinked and not self.tally.enough(d.turns, self.rng)
         if wanted and self.follow(d): continue
         if e := self.turn_to(d, length-len(d.turns)): d = e
         elif wanted or not self.follow(d): break
     if len(d.turns) < shortest: self.counts['dialogues too short'] += 1; return
+    if self.meet and not d.spliced(): self.counts['dialogues within one question'] += 1; return
     return DialoguePlan(tuple(d.turns))
 
-# %% ../nbs/11_synthesis.ipynb #e1330d8c
+# %% ../nbs/11_synthesis.ipynb #464cef7f
 @patch
 def run(self:Splicer,
     n:int,  # Dialogues wanted
@@ -430,11 +442,11 @@ def run(self:Splicer,
             self.tally.add(p.turns)
             out.append(p)
         if len(out) == before: break
-    later = Counter(t.case for p in out for t in p.turns[1:])
-    self.counts.update({'dialogues': len(out), 'linked turns': later['follow-up'], 'unlinked turns': later['original']})
+    later = Counter(t.pair.own for p in out for t in p.turns[1:])
+    self.counts.update({'dialogues': len(out), 'linked turns': later[True]+later[False], 'linked to their own question': later[True], 'unlinked turns': later[None]})
     return out
 
-# %% ../nbs/11_synthesis.ipynb #1c96c2fd
+# %% ../nbs/11_synthesis.ipynb #f4923951
 def splice(
     questions,            # Source questions; those that aren't `decomposed` are left aside
     accept,               # `Pair` → `Realization`, or None to refuse
@@ -455,7 +467,7 @@ def splice(
     if counts is not None: counts.update(s.counts)
     return out
 
-# %% ../nbs/11_synthesis.ipynb #e7340f68
+# %% ../nbs/11_synthesis.ipynb #3cdc189b
 def _trace(pair, q, k, ids, t, made, sub_question, answers):
     "The trace of hop `k` of `q` in turn `t`; `ids` holds those given out: (turn, question, hop) → trace."
     h,local,entry = q.hops[k-1],{},pair.entry if q is pair.question else 0
@@ -465,18 +477,18 @@ def _trace(pair, q, k, ids, t, made, sub_question, answers):
     for r in answer_refs(text): local[r] = ids[(back.turn, back.question.id, back.hop) if r==entry else (t, q.id, r)]
     draft = TraceDraft(remap_refs(text, local), keywords(remap_refs(text, local))).complete()
     cross = {local[entry]} if entry in local else set()
-    edges = tuple(Edge(i, True, made.edge_type, made.phrase) if i in cross else Edge(i, False, edge_type(text)) for i in draft.deps)
+    edges = tuple(Edge(i, i in cross, edge_type(text), made.phrase if i in cross else '') for i in draft.deps)
     aliases = tuple(dict.fromkeys((*h.aliases, *(q.aliases if k==len(q.hops) else ()))))
     return GoldTrace(len(answers)+1, t, draft, h.answer, aliases, h.para_ids, resolve_refs(draft.keywords, answers), edges, q.id, k)
 
-# %% ../nbs/11_synthesis.ipynb #b940dc5d
+# %% ../nbs/11_synthesis.ipynb #d3528101
 def content_id(
     turns, # The turns of a dialogue
 )->str: # `d` and 12 hex digits
     "An id that depends only on what the dialogue asks and on where it comes from."
     return 'd' + hashlib.sha256(json.dumps(to_dict(list(turns)), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/11_synthesis.ipynb #34fcfa73
+# %% ../nbs/11_synthesis.ipynb #4df16e9f
 def annotate(
     plan:DialoguePlan,                       # What `splice` made
     sub_question=lambda hop: hop.question,   # Hop → natural sub-question, with the hop's references
@@ -494,7 +506,7 @@ def annotate(
         turns.append(GoldTurn(t, p.made.query, tuple(traces), g.id, g.answer, g.aliases, p.operator, p.case))
     return check_dialogue(Dialogue(content_id(turns), tuple(turns), split, 'short', licence))
 
-# %% ../nbs/11_synthesis.ipynb #ea451264
+# %% ../nbs/11_synthesis.ipynb #6a7451f8
 def check_phrases(
     d:Dialogue, # A dialogue
 )->Dialogue: # The same dialogue
@@ -506,14 +518,14 @@ def check_phrases(
                     raise SynthesisError(f'{d.id} turn {u.turn}: the question {u.query!r} lacks the phrase {e.phrase!r}')
     return d
 
-# %% ../nbs/11_synthesis.ipynb #ebe531c2
+# %% ../nbs/11_synthesis.ipynb #c9bdb1d8
 def roots(
     q:Question, # A source question
 )->list[int]: # Hops, from 1
     "The independently answerable sub-questions of `q` that may move to another turn."
     return [k for k,h in enumerate(q.hops[:-1], 1) if not h.refs]
 
-# %% ../nbs/11_synthesis.ipynb #138387b7
+# %% ../nbs/11_synthesis.ipynb #808e7de0
 class Relocator:
     "Sub-question Relocation over a set of source questions (Section A.2)."
     def __init__(self,
@@ -542,7 +554,7 @@ class Relocator:
         self.counts['pairs accepted' if made else 'pairs refused'] += 1
         return made
 
-# %% ../nbs/11_synthesis.ipynb #e0d34a34
+# %% ../nbs/11_synthesis.ipynb #5797bb59
 @patch
 def partners(self:Relocator,
     turns, # `TurnPlan`s so far
@@ -560,7 +572,7 @@ def partners(self:Relocator,
     far = [q for q in few(self.questions, 8*self.tries) if q.id not in near and fits(q)] if len(out) < self.tries else []
     return out + weighted_order(self.rng, far, weight)
 
-# %% ../nbs/11_synthesis.ipynb #09d4ce36
+# %% ../nbs/11_synthesis.ipynb #d8349fb0
 def _forms(q, k): return {_norm(a) for a in (q.hops[k-1].answer, *q.hops[k-1].aliases) if a.strip()}
 
 def obstacle(
@@ -577,7 +589,7 @@ def obstacle(
     p,text = turns[i].pair,q.hops[k-1].question
     return 'gives away the carrier' if any(_says(text, _forms(p.question, j)) for j in p.nodes) else ''
 
-# %% ../nbs/11_synthesis.ipynb #2af0da64
+# %% ../nbs/11_synthesis.ipynb #b4be1652
 def reveals_ahead(
     turns, # `TurnPlan`s in order
 )->bool: # Does one?
@@ -600,9 +612,10 @@ def reword(self:Relocator,
         out.append(TurnPlan(p, m, 'SQR'))
         known += [_established(*x, i+1) for x in p.asked]
     if reveals_ahead(out): self.counts['said before it is referred to'] += 1; return
+    if len({_norm(t.made.query) for t in out}) < len(out): self.counts['questions asked before'] += 1; return
     return out
 
-# %% ../nbs/11_synthesis.ipynb #80ab8d93
+# %% ../nbs/11_synthesis.ipynb #2a56ce11
 @patch
 def ways(self:Relocator,
     turns, # `TurnPlan`s so far
@@ -629,7 +642,7 @@ def move(self:Relocator,
         pairs.append(Pair(_established(q, k, i+1), q, k, minimal_subgraph(q, k)))
         if new := self.reword(pairs, [t.made for t in turns], i): return new
 
-# %% ../nbs/11_synthesis.ipynb #f6d7663d
+# %% ../nbs/11_synthesis.ipynb #049fd8b4
 @patch
 def add(self:Relocator,
     turns, # `TurnPlan`s so far
@@ -668,7 +681,7 @@ def tell(self:Relocator,
     if not any(t.pair.auxiliary for t in turns): self.counts['dialogues without a move'] += 1; return
     return DialoguePlan(tuple(turns))
 
-# %% ../nbs/11_synthesis.ipynb #c07a6090
+# %% ../nbs/11_synthesis.ipynb #229eaaa0
 @patch
 def run(self:Relocator,
     n:int,  # Dialogues wanted
@@ -692,7 +705,7 @@ def run(self:Relocator,
     self.counts.update({'dialogues': len(out), **{f'{k} turns': cases[k] for k in ('carrier', 'relocated', 'unchanged')}})
     return out
 
-# %% ../nbs/11_synthesis.ipynb #1de5c41a
+# %% ../nbs/11_synthesis.ipynb #22817fd7
 def relocate(
     questions,            # Source questions; those that aren't `decomposed` are left aside
     accept,               # `Pair` → `Realization`, or None to refuse

@@ -6,14 +6,14 @@
 __all__ = ['STRUCTURAL_TOKENS', 'EDGE_TYPES', 'OPERATORS', 'CASES', 'answer_refs', 'TraceError', 'resolve_refs', 'remap_refs',
            'escape_control', 'unescape_control', 'escape_refs', 'TraceDraft', 'serialise_plan', 'check_draft',
            'parse_plan', 'TraceNode', 'Turn', 'Edge', 'GoldTrace', 'GoldTurn', 'Dialogue', 'check_dialogue', 'to_dict',
-           'from_dict', 'dialogue_markdown']
+           'from_dict', 'markdown_cell', 'dialogue_markdown']
 
-# %% ../nbs/00_traces.ipynb #0f27a7bc
+# %% ../nbs/00_traces.ipynb #e8f36633
 import dataclasses, json, re
 from dataclasses import dataclass, field
 from typing import Iterable, Mapping
 
-# %% ../nbs/00_traces.ipynb #c84c791f
+# %% ../nbs/00_traces.ipynb #9863d0b4
 _ref = re.compile(r'\[(\\*)A_([1-9][0-9]{0,8})\]')
 
 def answer_refs(
@@ -22,14 +22,14 @@ def answer_refs(
     "The ids `k` of all references `[A_k]` in `text` (Section 3.1, global trace namespace)."
     return tuple(dict.fromkeys(int(k) for esc,k in _ref.findall(text) if not esc))
 
-# %% ../nbs/00_traces.ipynb #3386d8d9
+# %% ../nbs/00_traces.ipynb #b8d53032
 class TraceError(ValueError):
     "A plan, trace or dialogue breaks its contract; `place` says where."
     def __init__(self, msg, place=''):
         self.place = place
         super().__init__(f'{place}: {msg}' if place else msg)
 
-# %% ../nbs/00_traces.ipynb #00c2d79c
+# %% ../nbs/00_traces.ipynb #db5f3c1f
 def resolve_refs(
     text:str,                  # Text with references `[A_k]`
     answers:Mapping[int,str],  # Answer of each trace id
@@ -42,7 +42,7 @@ def resolve_refs(
         return answers[k]
     return _ref.sub(one, text)
 
-# %% ../nbs/00_traces.ipynb #23c815f5
+# %% ../nbs/00_traces.ipynb #15977846
 def remap_refs(
     text:str,                # Text with references
     ids:Mapping[int,int],    # Old id → new id
@@ -50,13 +50,13 @@ def remap_refs(
     "Renumber the references in `text`; ids that `ids` lacks are an error."
     return _ref.sub(lambda m: m[0] if m[1] else f'[A_{ids[int(m[2])]}]', text)
 
-# %% ../nbs/00_traces.ipynb #ada782ce
+# %% ../nbs/00_traces.ipynb #89e8736b
 STRUCTURAL_TOKENS = ('[PLAN]', '[/PLAN]', '[TRACE]', '[/TRACE]', '[SubQ]', '[KW]', '[DEP]')
 _structural = r'/?PLAN|/?TRACE|SubQ|KW|DEP|T_[0-9]+'
 _control    = re.compile(rf'\[(\\*)({_structural})\]')
 _user       = re.compile(rf'\[(\\*)({_structural}|A_[0-9]+)\]')
 
-# %% ../nbs/00_traces.ipynb #5563d65f
+# %% ../nbs/00_traces.ipynb #66f6ae77
 def escape_control(
     text:str,        # Text from a user or a corpus
     refs:bool=True,  # Escape `[A_k]` as well? (no inside a sub-question, where it is meant)
@@ -71,14 +71,14 @@ def unescape_control(
     "Undo `escape_control`."
     return (_user if refs else _control).sub(lambda m: f'[{m[1][1:]}{m[2]}]' if m[1] else m[0], text)
 
-# %% ../nbs/00_traces.ipynb #3a9ced1d
+# %% ../nbs/00_traces.ipynb #6df402df
 def escape_refs(
     text:str, # Text from a user or a corpus
 )->str: # The same as the text of a sub-question: nothing in it is a reference
     "Make every `[A_k]` in `text` literal; `resolve_refs` undoes it."
     return _ref.sub(r'[\1\\A_\2]', text)
 
-# %% ../nbs/00_traces.ipynb #47367fe4
+# %% ../nbs/00_traces.ipynb #effec52d
 @dataclass(frozen=True)
 class TraceDraft:
     "A trace before retrieval (Equation 5)."
@@ -91,7 +91,7 @@ class TraceDraft:
         used = answer_refs(self.sub_question) + answer_refs(self.keywords)
         return dataclasses.replace(self, deps=tuple(dict.fromkeys((*self.deps, *used))))
 
-# %% ../nbs/00_traces.ipynb #95739569
+# %% ../nbs/00_traces.ipynb #010cffb6
 def serialise_plan(
     drafts:Iterable[TraceDraft], # The drafts of one turn, in order
     next_id:int=1,               # Id of the first draft
@@ -105,7 +105,7 @@ def serialise_plan(
         parts += [f'[T_{i}]' for i in d.deps] + ['[/TRACE]']
     return ' '.join(p for p in parts + ['[/PLAN]'] if p)
 
-# %% ../nbs/00_traces.ipynb #1b5ff865
+# %% ../nbs/00_traces.ipynb #da98cf51
 _trace = re.compile(r'\[TRACE\]\s*(?:\[T_([1-9][0-9]{0,8})\]\s*)?\[SubQ\](.*?)\[KW\](.*?)\[DEP\]((?:\s*\[T_[1-9][0-9]{0,8}\])*)\s*\[/TRACE\]\s*', re.S)
 _dep   = re.compile(r'\[T_([1-9][0-9]{0,8})\]')
 
@@ -113,7 +113,7 @@ def _field(s):
     if m := next((m for m in _control.finditer(s) if not m[1]), None): raise TraceError(f'{m[0]} inside a field')
     return unescape_control(s.strip(), refs=False)
 
-# %% ../nbs/00_traces.ipynb #7852f8c3
+# %% ../nbs/00_traces.ipynb #fefe57ef
 def check_draft(
     d:TraceDraft, # Draft to check
     k:int,        # Its id
@@ -126,7 +126,7 @@ def check_draft(
     if len(set(d.deps)) < len(d.deps): raise TraceError(f'dependency listed twice: {d.deps}', place)
     return d
 
-# %% ../nbs/00_traces.ipynb #8dd904ee
+# %% ../nbs/00_traces.ipynb #ce16e48c
 def parse_plan(
     text:str,      # A linearised plan
     next_id:int=1, # Id that the first trace must have
@@ -147,7 +147,7 @@ def parse_plan(
     if not drafts: raise TraceError('a plan needs at least one trace', f'plan {text[:60]!r}')
     return drafts
 
-# %% ../nbs/00_traces.ipynb #3a026a00
+# %% ../nbs/00_traces.ipynb #b05dfcca
 @dataclass(frozen=True)
 class TraceNode:
     "A completed trace with its answer: a node $(\\mathcal{T}_k, a_k)$ of the trace DAG (Equations 2, 3, 6)."
@@ -159,7 +159,7 @@ class TraceNode:
     para_ids:tuple[str,...]      # $\mathcal{P}^{local}_k$: paragraphs retrieved for this trace, best first
     answer:str                   # $a_k$
 
-# %% ../nbs/00_traces.ipynb #f0a3e893
+# %% ../nbs/00_traces.ipynb #b821292e
 @dataclass(frozen=True)
 class Turn:
     "One answered turn: the result of `ask`, for CMT-RAG and every baseline."
@@ -180,7 +180,7 @@ class Turn:
         "Unique paragraph ids shown to the reader in this turn, first occurrence first: the context of GoldCtx and Avg. Paras."
         return tuple(dict.fromkeys(p for c in self.context for p in c))
 
-# %% ../nbs/00_traces.ipynb #ab367cf5
+# %% ../nbs/00_traces.ipynb #faa71875
 @dataclass(frozen=True)
 class Edge:
     "A dependency link of a gold trace (Section 2.1; types of Figure 1)."
@@ -191,7 +191,7 @@ class Edge:
 
 EDGE_TYPES = ('Ext', 'Ref')
 
-# %% ../nbs/00_traces.ipynb #9d855da7
+# %% ../nbs/00_traces.ipynb #b8fd8529
 @dataclass(frozen=True)
 class GoldTrace:
     "An annotated trace of a dialogue (Section A.4)."
@@ -206,7 +206,7 @@ class GoldTrace:
     source:str=''                  # Id of the source question
     hop:int=0                      # Its hop there, from 1
 
-# %% ../nbs/00_traces.ipynb #1e432041
+# %% ../nbs/00_traces.ipynb #ef6ab1a5
 OPERATORS = ('GS', 'SQR')
 CASES = ('original', 'partial', 'follow-up', 'carrier', 'relocated', 'unchanged')
 
@@ -232,7 +232,7 @@ class GoldTurn:
         "Does any trace depend on an earlier turn?"
         return any(e.cross_turn for t in self.traces for e in t.edges)
 
-# %% ../nbs/00_traces.ipynb #96c5a266
+# %% ../nbs/00_traces.ipynb #7d998fff
 @dataclass(frozen=True, repr=False)
 class Dialogue:
     "An annotated dialogue with dialogue-wide trace ids (Section A.4)."
@@ -252,7 +252,7 @@ class Dialogue:
         "The user's questions in order."
         return [u.query for u in self.turns]
 
-# %% ../nbs/00_traces.ipynb #1a5e5bc5
+# %% ../nbs/00_traces.ipynb #f1e8e974
 def _check_trace(t, u, turn_of, place):
     check_draft(t.draft, t.id)
     if t.draft != t.draft.complete(): raise TraceError('a reference is missing from deps', place)
@@ -263,7 +263,7 @@ def _check_trace(t, u, turn_of, place):
     if not t.answer.strip(): raise TraceError('empty answer', place)
     if t.turn != u.turn: raise TraceError(f'says turn {t.turn}, stands in turn {u.turn}', place)
 
-# %% ../nbs/00_traces.ipynb #30ffaae9
+# %% ../nbs/00_traces.ipynb #63c30afb
 def check_dialogue(
     d:Dialogue, # Dialogue to check
 )->Dialogue: # The same dialogue
@@ -284,7 +284,7 @@ def check_dialogue(
             raise TraceError(f'answer {u.answer!r} is not that of trace {u.answer_trace}', place)
     return d
 
-# %% ../nbs/00_traces.ipynb #ae4e133a
+# %% ../nbs/00_traces.ipynb #63ac6beb
 def to_dict(
     o, # A record of this module, or a nest of them
 ): # Plain lists, dicts and scalars
@@ -294,7 +294,7 @@ def to_dict(
     if isinstance(o, dict): return {k: to_dict(v) for k,v in o.items()}
     return o
 
-# %% ../nbs/00_traces.ipynb #7b0208fa
+# %% ../nbs/00_traces.ipynb #1a8d5d99
 def _cast(v, typ, place):
     origin,args = getattr(typ, '__origin__', None),getattr(typ, '__args__', ())
     if dataclasses.is_dataclass(typ): return from_dict(typ, v, place)
@@ -306,7 +306,7 @@ def _cast(v, typ, place):
     if not ok: raise TraceError(f'expected {getattr(typ, "__name__", typ)}, got {v!r}', place)
     return v
 
-# %% ../nbs/00_traces.ipynb #80116d72
+# %% ../nbs/00_traces.ipynb #bf649c89
 def from_dict(
     cls,            # `Dialogue`, `Turn`, `TraceNode` …
     d:dict,         # What `to_dict` made
@@ -321,13 +321,22 @@ def from_dict(
         if n not in d and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING: raise TraceError(f'missing field {n!r}', place)
     return cls(**{n: _cast(v, fs[n].type, f'{place}.{n}') for n,v in d.items()})
 
-# %% ../nbs/00_traces.ipynb #4735ef47
+# %% ../nbs/00_traces.ipynb #d8cba4c4
+def markdown_cell(
+    text, # Anything that is shown in a table
+)->str: # One line
+    "Text for a cell of a Markdown table: shown as it is, never obeyed."
+    s = re.sub(r'[^\S\n]*\s[^\S\n]*', ' ', ''.join(c for c in str(text) if c.isprintable() or c.isspace())).strip()
+    s = re.sub(r'&(?=#?\w+;)', '&amp;', s).replace('<', '&lt;').replace('|', '\\|')
+    return s.replace('](', ']\\(')
+
+# %% ../nbs/00_traces.ipynb #f62d92e0
 def dialogue_markdown(
     d:Dialogue,        # Dialogue to show
     traces:bool=True,  # Show the gold sub-questions as well?
 )->str: # Markdown
     "A dialogue as a Markdown table, each turn with its sub-questions."
-    esc = lambda s: s.replace('|', '\\|').replace('<', '&lt;')
+    esc = markdown_cell
     rows = [f'**{d.id}** · {len(d.turns)} turns, {len(d.traces)} sub-questions, {sum(e.cross_turn for t in d.traces for e in t.edges)} cross-turn links', '',
             '| | question → sub-questions | answer |', '|-:|---|---|']
     for u in d.turns:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RELATIONS', 'KIND', 'GENERIC', 'Relation', 'relation', 'plain', 'head_noun', 'type_noun', 'use_type', 'Types',
-           'Refused', 'tidy', 'is_question', 'sub_question', 'mark', 'put', 'noun_phrase']
+           'Refused', 'tidy', 'is_question', 'sub_question', 'binds', 'mark', 'put', 'noun_phrase']
 
-# %% ../nbs/09_wording.ipynb #0bbc2376
+# %% ../nbs/09_wording.ipynb #07cfe66e
 import re, unicodedata
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from functools import lru_cache
 from .sources import Hop, Question
 from .traces import answer_refs
 
-# %% ../nbs/09_wording.ipynb #16e312f5
+# %% ../nbs/09_wording.ipynb #b2e643f1
 @dataclass(frozen=True)
 class Relation:
     "How to speak of `x >> name`."
@@ -32,7 +32,7 @@ def _learn(table):
         name,*words = [w.strip() for w in row.split('|')]
         RELATIONS[name] = Relation(*('' if w=='-' else w for w in words))
 
-# %% ../nbs/09_wording.ipynb #c60eb22c
+# %% ../nbs/09_wording.ipynb #02139ad4
 _learn('''
 place of birth | Where was {x} born? | What is the birthplace of {x}? | the {t} where {x} was born | place | person | -
 place of death | Where did {x} die? | What was the place of death of {x}? | the {t} where {x} died | place | person | -
@@ -69,7 +69,7 @@ occupation | What is the occupation of {x}? | What does {x} do for a living? | t
 student of | Who taught {x}? | Whose student was {x}? | the teacher of {x} | person | person | teacher
 ''')
 
-# %% ../nbs/09_wording.ipynb #4acab990
+# %% ../nbs/09_wording.ipynb #1622bade
 _learn('''
 located in the administrative territorial entity | Which administrative area contains {x}? | Which {t} is {x} located in? | the {t} that contains {x} | area | - | -
 country | Which country does {x} belong to? | What is the country of {x}? | the country to which {x} belongs | country | - | -
@@ -99,7 +99,7 @@ architect | Who is the architect of {x}? | Who designed {x}? | the architect of 
 inception | When was {x} founded? | In which year was {x} established? | the year in which {x} was founded | date | - | -
 ''')
 
-# %% ../nbs/09_wording.ipynb #955ac4fd
+# %% ../nbs/09_wording.ipynb #43e03ed4
 _learn('''
 performer | Who is the performer of {x}? | Who performed {x}? | the performer of {x} | artist | - | performer
 author | Who is the author of {x}? | Who wrote {x}? | the author of {x} | person | - | author
@@ -125,7 +125,7 @@ based on | What is {x} based on? | Which work is {x} based on? | the work on whi
 publication date | When was {x} released? | In which year did {x} come out? | the release date of {x} | date | - | -
 ''')
 
-# %% ../nbs/09_wording.ipynb #10ef6485
+# %% ../nbs/09_wording.ipynb #d6f9817f
 _learn('''
 operator | Who is the operator of {x}? | Who operates {x}? | the operator of {x} | organisation | - | operator
 owned by | Who is the owner of {x}? | Who owns {x}? | the owner of {x} | - | - | owner
@@ -146,7 +146,7 @@ subsidiary | What is a subsidiary of {x}? | Which company belongs to {x}? | the 
 chief executive officer | Who is the chief executive officer of {x}? | Who runs {x}? | the chief executive officer of {x} | person | - | chief executive
 ''')
 
-# %% ../nbs/09_wording.ipynb #c06689dc
+# %% ../nbs/09_wording.ipynb #07a404ed
 _kinds = '''
 person: person, artist
 place: place, area, location, city, town, village, municipality, settlement, country, state, county, province, region, district, continent, island,
@@ -173,7 +173,7 @@ for _row in re.sub(r'\n\s+', ' ', _kinds).strip().split('\n'):
     GENERIC.add(_nouns.split(', ')[0])
 GENERIC = GENERIC - {'date'} | {'area','location','group','institution','settlement'}
 
-# %% ../nbs/09_wording.ipynb #12c00d28
+# %% ../nbs/09_wording.ipynb #7b7123d9
 @lru_cache(None)
 def relation(
     name:str, # Name of a relation: "place of birth"
@@ -187,7 +187,7 @@ def relation(
     type = next((t for t in (n, n.split()[-1]) if t in KIND), '')
     return Relation(f'What is the {n} of {{x}}?', '', f'the {n} of {{x}}', type, '', '')
 
-# %% ../nbs/09_wording.ipynb #170b29d4
+# %% ../nbs/09_wording.ipynb #ad074730
 _synonyms = dict(nation='country', corporation='company', firm='company', organization='organisation', movie='film', label='record label',
                  party='political party', channel='network', neighborhood='neighbourhood', theater='theatre', capital='city', metropolis='city',
                  broadcaster='network', mountains='mountain range', manufacturer='company', automaker='company', maker='company',
@@ -198,7 +198,7 @@ producer goalkeeper coach engineer inventor industrialist merchant banker lawyer
 """.split(), 'person')
 _nouns = {**{n:n for n in KIND}, **_synonyms}
 
-# %% ../nbs/09_wording.ipynb #96d65128
+# %% ../nbs/09_wording.ipynb #cac5b2e0
 _articles = re.compile(r'^(the|an?) ')
 
 @lru_cache(100_000)
@@ -207,7 +207,7 @@ def plain(s):
     s = ''.join(c for c in unicodedata.normalize('NFKD', s.lower()) if not unicodedata.combining(c))
     return _articles.sub('', ' '.join(re.findall(r'\w+', re.sub(r"['’]s\b", '', s))))
 
-# %% ../nbs/09_wording.ipynb #3f432ebd
+# %% ../nbs/09_wording.ipynb #bb90048e
 def _table(rows): return [(t, re.compile(p)) for t,p in (r.split(': ', 1) for r in rows.strip().split('\n'))]
 
 _endings = _table(r'''
@@ -238,7 +238,7 @@ empire: \bEmpire$
 republic: \bRepublic$|^Republic of
 ''')
 
-# %% ../nbs/09_wording.ipynb #9bb0e29d
+# %% ../nbs/09_wording.ipynb #3a0d855a
 _endings += _table(r'''
 university: \bUniversity$|^University of
 college: \bCollege$
@@ -283,7 +283,7 @@ def _ending(a):
     a = re.sub(r'^(the|an?) |[\s,."]+$', '', a.strip(' "'), flags=re.I)
     return next((t for t,p in _endings if p.search(a)), '')
 
-# %% ../nbs/09_wording.ipynb #c0040bdf
+# %% ../nbs/09_wording.ipynb #1f5bd848
 _known = {plain(n): t for t,ns in dict(
 country='''Afghanistan, Albania, Algeria, Angola, Argentina, Armenia, Australia, Austria, Azerbaijan, Bahrain, Bangladesh, Belarus, Belgium, Belize,
 Benin, Bhutan, Bolivia, Bosnia and Herzegovina, Botswana, Brazil, Brunei, Bulgaria, Burkina Faso, Burundi, Cambodia, Cameroon, Canada, Cape Verde,
@@ -302,7 +302,7 @@ North Carolina, North Dakota, Ohio, Oklahoma, Oregon, Pennsylvania, Rhode Island
 West Virginia, Wisconsin, Wyoming''',
 continent='Africa, Antarctica, Asia, Europe, North America, South America, Oceania').items() for n in re.split(r',\s+', ns)}
 
-# %% ../nbs/09_wording.ipynb #dd786bdc
+# %% ../nbs/09_wording.ipynb #4f0441fa
 _months = 'January|February|March|April|May|June|July|August|September|October|November|December'
 _time   = re.compile(rf"""\d{{3,}} | \b\d+(st|nd|rd|th)\b | ^\W*\d | \b({_months})\b.*\d | \bcentury\b
                         | \b(years?|percent|million|billion|miles|hundred|thousand)\b""", re.I|re.X)
@@ -311,7 +311,7 @@ _clause = re.compile(r"""^((?i:in|on|at|after|before|during|since|until|from|wit
 _group  = re.compile(r"""^(the[ ])?[A-Z]\w+([cim]ans|[^m]ese|crats|ists)$ | \bJews$
                        | ^the[ ](\w+[ ])?(Dutch|French|English|Irish|British|Spanish|Swiss|Turks|Danes|Greeks|Soviets|Puritans)$""", re.X)
 
-# %% ../nbs/09_wording.ipynb #69f80ab1
+# %% ../nbs/09_wording.ipynb #28877d0b
 _wh     = re.compile(r"\b(who|whom|whose|what|which|where|when|how|why)\b", re.I)
 _skip   = {'is','was','are','were',"'s",'the','a','an','name','names','of','one'}
 _stop   = {'did','does','do','has','have','had','in','on','at','to','for','with','by','from','that','who','and','can','will'}
@@ -329,7 +329,7 @@ def head_noun(q):
         found,j = n or found,j+max(1, len(n.split()))
     return found
 
-# %% ../nbs/09_wording.ipynb #7d8355cf
+# %% ../nbs/09_wording.ipynb #e63f2476
 def type_noun(
     words:str, # What stands behind "that": "same record label signed"
 )->str: # The type noun among the first three words, as `KIND` has it, or ''
@@ -340,7 +340,7 @@ def type_noun(
         if n := next((n for l in (3,2,1) if (n := ' '.join(ws[i:i+l])) in _nouns), ''): return _nouns[n]
     return ''
 
-# %% ../nbs/09_wording.ipynb #ead23a28
+# %% ../nbs/09_wording.ipynb #92688c7f
 _sung = re.compile(r'\bwho (\w+ )?(sings|sang|sung|performed|performs|raps)\b', re.I)
 _acronym = re.compile(r'(?:[Tt]he )?[A-Z]{3,6}')
 
@@ -363,7 +363,7 @@ def _own_votes(h, clubs=()):
     if w in ('who','whom','whose'): yield ('organisation' if _acronym.fullmatch(h.answer) else 'artist' if _sung.search(h.question) else 'person'),.5
     elif w in ('where','when'): yield ('place' if w=='where' else 'date'),.5
 
-# %% ../nbs/09_wording.ipynb #7c7c787f
+# %% ../nbs/09_wording.ipynb #5a2c0e08
 _uses = _table(r'''
 person: (?i)@ (die|died|born|crowned|marry|married|live|lived|wife|husband|girlfriend|father|mother|grow up|attend|retire)\b
 person: (?i)@['’]s (wife|husband|father|mother|son|daughter|birthplace|spouse|children)\b|\b(married|marry|plays|played|influenced|succeeded) @
@@ -384,7 +384,7 @@ def use_type(h, k):
     q = h.question.replace(f'[A_{k}]', '@')
     return next((t for t,p in _uses if p.search(q)), '')
 
-# %% ../nbs/09_wording.ipynb #21fc04b3
+# %% ../nbs/09_wording.ipynb #27d621eb
 def _tally(votes):
     "The winning (noun, kind) of a `{noun: weight}` count; ('thing', 'notion') when there is none."
     w = {n: v*(.4 if n in GENERIC else 1) for n,v in votes.items()}
@@ -396,7 +396,7 @@ def _tally(votes):
     noun = max(sorted(ns), key=lambda n: ns[n]*(.25 if n in GENERIC else 1))
     return ('person' if kind=='person' and 'person' in ns else noun), kind
 
-# %% ../nbs/09_wording.ipynb #24f2156a
+# %% ../nbs/09_wording.ipynb #8d5fa325
 class Types:
     "Entity types of answers by a vote over every hop with the same answer (weights: see `_own_votes`)."
     def __init__(self,
@@ -429,11 +429,11 @@ class Types:
             self._memo[h] = _tally({n:w for n,w in votes.items() if KIND[n]==kind} or votes)
         return self._memo[h]
 
-# %% ../nbs/09_wording.ipynb #c8dc9e17
+# %% ../nbs/09_wording.ipynb #22ea269f
 class Refused(Exception):
     "A pair that the rules cannot put well; the message is the reason, as counted."
 
-# %% ../nbs/09_wording.ipynb #07ee98c6
+# %% ../nbs/09_wording.ipynb #5af123e8
 _tidy = [(re.compile(p), r) for p,r in ((r'\s+', ' '), (r"\s+(['’]s\b|[?!.,;:)\]])", r'\1'), (r'\(\s+', '('), (r'\s*\?+$', '?'), (r'\s*[.,]\?$', '?'))]
 
 @lru_cache(100_000)
@@ -445,7 +445,7 @@ def tidy(
     for p,r in _tidy: q = p.sub(r, q)
     return q[:1].upper() + q[1:] + ('?' if q[-1:] not in tuple('.?!') and q[-2:-1] not in tuple('.?!') and _wh.search(q) else '')
 
-# %% ../nbs/09_wording.ipynb #bb1335b5
+# %% ../nbs/09_wording.ipynb #796e0baa
 _wh_words = 'who|whom|whose|what|which|where|when|why|how'
 _asks = re.compile(rf"""^(\w+[ ])?({_wh_words})\b | ^who['’]s | ^(name|list|give|is|are|was|were|did|does|do|has|have|can)[ ]
                       | ,[ ]({_wh_words})\b | \b(in|to|of|at|from|on|by|with|that|was|is)[ ](what|which)[ ]\w
@@ -457,14 +457,14 @@ def is_question(
     "Is this text a question, not a statement or search words?"
     return bool(_asks.search(q))
 
-# %% ../nbs/09_wording.ipynb #8ce3440a
+# %% ../nbs/09_wording.ipynb #70e5ddfb
 def sub_question(
     hop:Hop, # A hop of a source question
 )->str: # A readable question; references stay `[A_k]`
     "A hop as natural language: templates for `X >> relation`, tidied text for natural ones."
     return tidy(relation(hop.relation).ask.replace('{x}', hop.subject) if hop.relation else hop.question)
 
-# %% ../nbs/09_wording.ipynb #d5c55b3d
+# %% ../nbs/09_wording.ipynb #fad09b48
 _bare = set('''abut accept achieve acquire adopt agree air appear arrive ask attack attend award be bear become begin belong boast border break bring build buy call
 capture carry catch cause cease celebrate change choose claim coach come command commission compete compose connect conquer consider construct contain
 contest contribute control count create cross crown declare deliver describe design destroy develop devise die direct discover dissolve draft draw
@@ -503,7 +503,20 @@ def _fits(left, right):
     if right.endswith('ing') and re.search(r'\b(is|was|are|were) $', left, re.I): return True
     return right in _bare and bool(re.search(r'\b(did|does|do|will|would|can|could|to)\b', left, re.I))
 
-# %% ../nbs/09_wording.ipynb #8f4a76e4
+
+_light = {'a','an','the','not','still','now','ever','once','then'}   # "was the mother of that person a member"
+
+def binds(
+    left:str,  # What stands before a phrase
+    right:str, # What stands behind it
+)->bool: # Is the phrase only the beginning of another name?
+    "Does the word behind a phrase take it for itself, as in \"that place setting\" or \"that city Hall\"?"
+    if not (m := re.match(r" ([^\W_][\w\-]*)", right)): return False
+    if not m[1].islower(): return True
+    verb = re.search(r'\b(did|does|do|has|have|had|will|would|can|could|is|was|are|were) $', left, re.I) and m[1] not in _nouns and not m[1].endswith('ing')
+    return not (verb or m[1] in _before or m[1] in _light or m[1].endswith('ly') or _fits(left, m[1]))
+
+# %% ../nbs/09_wording.ipynb #cf0f387f
 _of     = re.compile(r'\bthe (city|town|village|country|state|county|province|kingdom|republic|island|colony|continent|territory|empire) of $', re.I)
 _titled = re.compile(r'\b(battle|siege|treaty|war|university|bank|gulf|house|order|lord|duke|prince|princess|bishop|church) of $', re.I)
 _title  = re.compile(r"\w (The|A|An)( [A-Z][\w'’]*)+ (in|to|from|for|on|at|of) $")   # The Longest Night in [A_1]
@@ -531,7 +544,7 @@ _texts   = {'', 'constitution ', 'anthem ', 'national anthem ', 'first constitut
 
 _rulers = {'king','queen','president','governor','minister','mayor','emperor','chancellor'}
 
-# %% ../nbs/09_wording.ipynb #ed022115
+# %% ../nbs/09_wording.ipynb #009ac590
 def mark(
     k:int, # Number of a hop
 )->str: # One character
@@ -556,7 +569,7 @@ def put(
         q = _left(left, noun) + mark(k) + right
     return q
 
-# %% ../nbs/09_wording.ipynb #6b46d105
+# %% ../nbs/09_wording.ipynb #73302f5c
 _past = dict(zip(*[iter("""bear bore become became begin began break broke bring brought build built buy bought choose chose come came cut cut draw drew drink drank
 drive drove eat ate fall fell feel felt fight fought find found fly flew forget forgot get got give gave go went grow grew have had hear
 heard hide hid hit hit hold held keep kept know knew lay laid lead led leave left let let lie lay lose lost make made meet met pay paid put
@@ -570,7 +583,7 @@ def _inflect(aux, v):
     if aux == 'does': return 'has' if v=='have' else v[:-1]+'ies' if y else v+'es' if v.endswith(('s','ch','sh','x','o')) else v+'s'
     return v
 
-# %% ../nbs/09_wording.ipynb #7337c2f9
+# %% ../nbs/09_wording.ipynb #8ec1609e
 _preps = '(?:of|in|on|at|to|for|from|by|with|about|after|into)'
 _not    = 'name|same|title|full name|abbreviation|term|meaning|date|year|number'   # these answer nothing: "the title of …"
 _is_np  = re.compile(rf"""^the[ ](?!(?:{_not})\b)(?:[\w'’\-.]+[ ]){{1,5}}?(?:of|in|for|to|that|who|where|on|by|from|with|behind)[ ](?!{_preps}[ ])
@@ -585,7 +598,7 @@ def _whole(s):
     if re.match(r'^the (country|nation) for ', s): return re.sub(r'^the (\w+) for (.*)$', r'the \1 that \2 is from', s)
     return s if _is_np.match(s) and not _bad_np.search(s) and (' where ' in s or not _bad_end.search(s)) else None
 
-# %% ../nbs/09_wording.ipynb #6c738112
+# %% ../nbs/09_wording.ipynb #c27311b1
 _who_be = re.compile(r"""^(is|was)[ ](?!the[ ]|an?[ ]|[A-Z\ue000-\uf8ff])
     (?:\w+(?:ed|ing)|born|known|sent|given|chosen|heard|both|in|on|at|under|behind|most|responsible|home|(?:[a-z]+[ ]){1,2}of)\b""", re.X)
 _verb_s = re.compile(r'^(?!is\b|was\b|are\b|were\b|does\b|did\b|do\b)(\w+ed|[a-z]{2,}[^su\W]s|%s)$' % '|'.join(sorted(_finite)))
@@ -611,7 +624,7 @@ def _subject_np(q, noun, person):
         last,rest = ws[i-1].lower(),' '.join(ws[i:])
         if last in _nouns and _runs(rest): return f"the {' '.join(ws[1:i])} {'who' if KIND[_nouns[last]]=='person' else 'that'} {rest}"
 
-# %% ../nbs/09_wording.ipynb #9997e914
+# %% ../nbs/09_wording.ipynb #0514bcc5
 _a_subject = r"(?:the [a-z]+(?: [a-z]+)? of )?(?:[\ue000-\uf8ff]|(?:the )?[A-Z][\w'’.\-]*(?: (?:(?:of|de|von|&) (?:the )?)?[A-Z0-9][\w'’.\-]*)*)"
 _moved = re.compile(rf"^(?P<pre>(?:[A-Za-z]+ ){{0,4}}?)(?P<wh>[Ww]hat|[Ww]hich|[Ww]hom?|[Ww]hose|[Ww]here)(?P<n>(?: [a-z\-]+){{0,3}}?) "
                     rf"(?P<aux>is|was|are|were|has|had|can|did|does|do) (?P<s>{_a_subject}(?: and {_a_subject})?)(?: (?P<rest>[^,]+))?$")
@@ -633,7 +646,7 @@ def _clause_of(m):
     if o := re.match(r'or ([a-z]+)\b', more): more = f'or {_inflect(aux, o[1])}{more[o.end():]}'
     return f"{m['s']} {_inflect(aux, v)} {more}".strip()
 
-# %% ../nbs/09_wording.ipynb #1568438d
+# %% ../nbs/09_wording.ipynb #6f93c227
 _where = re.compile(r'^(located|situated|born|based|headquartered|buried|filmed|fought|held|founded|formed|live when .*|die|live|originate|work)$')
 
 def _moved_np(q, noun, person):
@@ -656,7 +669,7 @@ def _moved_np(q, noun, person):
     link = 'whom' if person and wh != 'what' and not n else 'which' if c[0] >= '\ue000' else 'that'   # not "that that city"
     return f'the {n or noun} {link} {c}'
 
-# %% ../nbs/09_wording.ipynb #86edadd2
+# %% ../nbs/09_wording.ipynb #96a5f6ac
 _end_where = 'located|situated|born|based|headquartered|buried|filmed|fought|held|founded|formed|built|made|spoken|established'
 _end_that  = r'from|in|part of|a part of|a member of|named after|adjacent to|a tributary of|near|written in|set in|associated with|bordered by'
 _be,_n = r'(?P<aux>is|was|are|were) (?P<x>.+?)', r'(?:what|which) (?P<n>[\w\- ]+?)'
@@ -677,7 +690,7 @@ def _object_np(q, noun):
         if x[0] >= '\ue000' and link=='that': link = 'which'
         return f'the {n} {link} {x} ' + (f'{aux} {e}' if aux in ('is','was','are','were') else f'{_inflect(aux, v)} {more}'.strip())
 
-# %% ../nbs/09_wording.ipynb #d6adf3dd
+# %% ../nbs/09_wording.ipynb #4284eaef
 _ready = [re.compile(p) for p in (
     r"^(?:[Ww]ho|[Ww]hat|[Ww]hich)(?:['’]s| is| was) (the .+)$", r'^(?:[Ww]hat|[Ww]hich) [\w ]{3,20}? (?:is|was) (the .+)$',
     r"^(?:[Ww]ho|[Ww]hat) (?:is|was) (?:the name of )?(.+['’]s \w+(?: \w+)?(?: of \w+)?)$",

@@ -367,7 +367,7 @@ import importlib.metadata as md, sys
 names,dists = set(sys.argv[1].split(',')),set(sys.argv[2].split(','))
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *a, **kw: None if name.partition('.')[0] in names else find(name, *a, **kw)
+PathFinder.find_spec = staticmethod(lambda name, *a, **kw: None if name.partition('.')[0] in names else find(name, *a, **kw))
 real = md.Distribution.from_name
 def from_name(name):
     if name.lower() in dists: raise md.PackageNotFoundError(name)

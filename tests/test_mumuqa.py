@@ -1,17 +1,18 @@
-"The benchmark as files: every invariant broken by hand is refused with its place; graphs of dialogues resolve to their sources; both sides stay apart."
-import json, os, random, shutil
+"The build: graphs of dialogues resolve to their sources, the parameters do what they say, questions reveal nothing."
+import json, os, random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 import pytest
-from cmtrag.dataset import DatasetError, audit_dialogues, export, load_mumuqa, read_parquet, shared_evidence
+from cmtrag.llm import ScriptedLLM
 from cmtrag.metrics import normalise_answer
-from cmtrag.mumuqa import (References, ambiguity, assemble, build, giveaways, interleave, join_sources, operator_shares, outside, paper_table6, ranges,
-                           short_dialogues, single_turns, usable)
-from cmtrag.realization import RuleRealizer
+from cmtrag.mumuqa import (MuMuQA, References, ambiguity, assemble, build, continuations, giveaways, interleave, join_sources, merge_order, operator_shares, outside,
+                           paper_table6, ranges, repeats, rule_realizer, short_dialogues, single_turns, statistics, table5, table6, usable)
+from cmtrag.realization import LLMRealizer, RuleRealizer
 from cmtrag.sources import SHAPES, Corpus, Hop, Question, Source, SourceError, make_paragraph, read_source
-from cmtrag.synthesis import Realization
-from cmtrag.traces import check_dialogue, remap_refs, resolve_refs
+from cmtrag.synthesis import Realization, SynthesisError, check_phrases
+from cmtrag.traces import Dialogue, Edge, GoldTrace, GoldTurn, TraceDraft, check_dialogue, resolve_refs
 from cmtrag.world import world_source
 
 SIZES = {'short train': 12, 'short dev': 8, 'long train': 4, 'long dev': 4}
@@ -21,136 +22,6 @@ def sources(): return world_source('train', size='tiny'), world_source('dev', si
 
 @pytest.fixture(scope='module')
 def mq(sources): return build(*sources, sizes=SIZES)
-
-@pytest.fixture
-def folder(mq, tmp_path): return export(mq, tmp_path/'mq', parquet=False)
-
-# --- files
-
-def test_export_and_load(mq, folder):
-    back = load_mumuqa(folder)
-    assert (back.dialogues, back.counts, back.about)==(mq.dialogues, mq.counts, json.loads(json.dumps(mq.about)))
-    assert back.corpus==mq.corpus
-
-def test_the_same_bytes_twice(mq, folder, sources, tmp_path):
-    again = export(build(*sources, sizes=SIZES, workers=2), tmp_path/'again', parquet=False)
-    for p in sorted(folder.rglob('*')):
-        if p.is_file(): assert p.read_bytes()==(again/p.relative_to(folder)).read_bytes(), p.name
-
-def first(row, ok):
-    "(turn, trace) of the first trace that `ok`."
-    return next((u, t) for u in row['turns'] for t in u['traces'] if ok(t))
-
-def cross(t): return any(e['cross_turn'] for e in t['edges'])
-def inner(t): return any(not e['cross_turn'] for e in t['edges'])
-
-def skip_id(r): first(r, lambda t: t['id']==2)[1]['id'] = 3
-def repeat_id(r): first(r, lambda t: t['id']==2)[1]['id'] = 1
-def forward_dep(r):
-    t = first(r, inner)[1]
-    t['draft']['deps'][0] = t['edges'][0]['dep'] = t['id']
-def lost_dep(r):
-    t = first(r, cross)[1]
-    t['draft']['deps'],t['edges'] = [],[]
-def own_label(r):
-    e = first(r, cross)[1]['edges'][0]
-    e['cross_turn'] = not e['cross_turn']
-def inner_label(r): first(r, inner)[1]['edges'][0]['cross_turn'] = True
-def edge_kind(r):
-    e = first(r, cross)[1]['edges'][0]
-    e['type'] = 'Ref' if e['type']=='Ext' else 'Ext'
-def unknown_kind(r): first(r, cross)[1]['edges'][0]['type'] = 'Rel'
-def unsaid(r): first(r, cross)[1]['edges'][0]['phrase'] = 'that submarine'
-def no_phrase(r): first(r, cross)[1]['edges'][0]['phrase'] = ''
-def inner_phrase(r): next(e for u in r['turns'] for t in u['traces'] for e in t['edges'] if not e['cross_turn'])['phrase'] = 'that'
-def query(r): first(r, cross)[0]['query'] = 'Who knows?'
-def reworded(r): r['turns'][0]['query'] += ' Really?'
-def evidence(r): r['turns'][0]['traces'][0]['para_ids'] = ['p0000000000000000']
-def no_evidence(r): r['turns'][0]['traces'][0]['para_ids'] = []
-def answer(r): r['turns'][0]['answer'] += 'x'
-def answer_trace(r): r['turns'][0]['answer_trace'] = 99
-def blank_answer(r): r['turns'][0]['traces'][0]['answer'] = ' '
-def other_answer(r):
-    u = r['turns'][0]
-    for o in (u, *(t for t in u['traces'] if t['id']==u['answer_trace'])): o['answer'] += 'x'
-def keywords(r): first(r, cross)[1]['keywords_resolved'] = 'something else'
-def turn_number(r): r['turns'][1]['turn'] = 1
-def trace_turn(r): r['turns'][1]['traces'][0]['turn'] = 1
-def wrong_side(r): r['split'] = 'train'
-def wrong_kind(r): r['kind'] = 'long'
-def identity(r): r['id'] = 'd000000000000'
-def operator(r): r['turns'][0]['operator'] = 'XX'
-def case(r): r['turns'][0]['case'] = 'odd'
-def no_source(r): r['turns'][0]['traces'][0]['source'] = ''
-def twice(r): r['turns'][1]['traces'][0].update(source=r['turns'][0]['traces'][0]['source'], hop=r['turns'][0]['traces'][0]['hop'])
-def unknown_field(r): r['extra'] = 1
-def missing_field(r): del r['turns'][0]['query']
-def wrong_type(r): r['turns'][0]['turn'] = '1'
-def no_turns(r): r['turns'] = []
-
-BREAKS = [skip_id, repeat_id, forward_dep, lost_dep, own_label, inner_label, edge_kind, unknown_kind, unsaid, no_phrase, inner_phrase, query, reworded, evidence, no_evidence, answer,
-          answer_trace, blank_answer, other_answer, keywords, turn_number, trace_turn, wrong_side, wrong_kind, identity, operator, case, no_source, twice, unknown_field,
-          missing_field, wrong_type, no_turns]
-
-@pytest.mark.parametrize('change', BREAKS, ids=[f.__name__ for f in BREAKS])
-@pytest.mark.parametrize('name', ['short-dev', 'long-dev'])
-def test_a_broken_invariant_is_refused_with_its_place(folder, name, change):
-    path = folder/'jsonl'/f'{name}.jsonl'
-    rows = [json.loads(l) for l in path.read_text(encoding='utf-8').splitlines()]
-    old = json.dumps(rows[1])
-    change(rows[1])
-    if json.dumps(rows[1])==old: rows[1]['kind'] = 'short'   # a long file: the change to `long` is none
-    path.write_text(''.join(json.dumps(r)+'\n' for r in rows), encoding='utf-8')
-    with pytest.raises(SourceError) as e: load_mumuqa(folder)
-    assert (e.value.file, e.value.line)==(str(path), 2)
-
-def edit(path, f):
-    path.write_text(f(path.read_text(encoding='utf-8')), encoding='utf-8', newline='\n')
-
-def test_a_dialogue_of_the_other_side_is_refused(folder):
-    line = (folder/'jsonl'/'short-train.jsonl').read_text(encoding='utf-8').splitlines()[0]
-    edit(folder/'jsonl'/'short-dev.jsonl', lambda s: s+line.replace('"split": "train"', '"split": "dev"')+'\n')
-    with pytest.raises(SourceError, match='on both sides|occurs twice') as e: load_mumuqa(folder)
-    assert e.value.line==9
-
-def test_a_repeated_line_is_refused(folder):
-    edit(folder/'jsonl'/'short-dev.jsonl', lambda s: s+s.splitlines()[0]+'\n')
-    with pytest.raises(SourceError, match='occurs twice'): load_mumuqa(folder)
-
-def test_a_lost_session_is_refused(mq, folder):
-    used = Counter(u.session for d in mq.splits['long dev'] for u in d.turns)
-    at = next(i for i,d in enumerate(mq.splits['short dev']) if used[d.id])
-    edit(folder/'jsonl'/'short-dev.jsonl', lambda s: ''.join(l for i,l in enumerate(s.splitlines(True)) if i!=at))
-    with pytest.raises((SourceError, DatasetError)): load_mumuqa(folder)
-
-@pytest.mark.parametrize('name,change,says', [
-    ('jsonl/long-dev.jsonl', lambda s: s[s.index('\n')+1:], 'the manifest says'),
-    ('jsonl/corpus.jsonl', lambda s: s[:s.rindex('\n', 0, -1)+1], 'the manifest says|not in the corpus'),
-    ('jsonl/long-dev.jsonl', lambda s: s[:-40], 'not JSON'),
-    ('jsonl/long-dev.jsonl', lambda s: s.replace('{"id"', '{ "id"', 1), 'SHA-256'),
-    ('README.md', lambda s: s.replace('num_examples: ', 'num_examples: 1', 1), 'the card counts'),
-    ('README.md', lambda s: s+'!', 'SHA-256'),
-    ('manifest.json', lambda s: s.replace('"schema": ', '"schema": 9'), 'schema'),
-    ('manifest.json', lambda s: s[:-9], 'manifest'),
-    ('manifest.json', lambda s: s.replace('"short dev"', '"../x dev"'), 'unknown split'),
-    ('manifest.json', lambda s: '[]', 'manifest')])
-def test_a_damaged_file_is_refused(folder, name, change, says):
-    edit(folder/name, change)
-    with pytest.raises((SourceError, DatasetError), match=says): load_mumuqa(folder)
-
-def test_a_missing_file_is_named(folder):
-    (folder/'README.md').unlink()
-    with pytest.raises(DatasetError, match='README.md: is missing'): load_mumuqa(folder)
-    shutil.rmtree(folder/'jsonl')
-    with pytest.raises(SourceError, match='corpus.jsonl'): load_mumuqa(folder)
-
-def test_parquet_reads_back(mq, tmp_path):
-    pytest.importorskip('pyarrow')
-    out = export(mq, tmp_path/'mq')
-    for k,ds in mq.splits.items(): assert read_parquet(out/'parquet'/f'{k.replace(" ", "-")}.parquet')==ds
-    load_mumuqa(out)
-    (out/'parquet'/'short-dev.parquet').write_bytes(b'PAR1')
-    with pytest.raises(DatasetError, match='short-dev.parquet'): load_mumuqa(out)
 
 # --- graphs
 
@@ -200,17 +71,96 @@ def test_dialogues_resolve_to_their_sources():
                 assert u.answer==end.answer and (u.case=='partial' or end.hop==len(byid[end.source].hops))
     assert graphs > 2000
 
+# --- figures, against counting by hand
+
+def trace(id, turn, text, answer, edges, at, aliases=()):
+    return GoldTrace(id, turn, TraceDraft(text, text, tuple(e.dep for e in edges)), answer, aliases, ('p',), '', edges, at[0], int(at[1]))
+
+def back(i): return Edge(i, True, 'Ext', 'that')
+def inner(i): return Edge(i, False, 'Ext', '')
+
+@pytest.fixture
+def by_hand():
+    "Four turns, six sub-questions, five cross-turn links (of three turns, four sub-questions); the last turn continues its own question."
+    t = [trace(1, 1, 'Where is the mill?', 'Orm', (), 'a1'), trace(2, 1, 'Who runs [A_1]?', 'Bo Adler', (inner(1),), 'a2'),
+         trace(3, 2, 'Which river joins [A_1] and [A_2]?', 'Cam', (back(1), back(2)), 'b3', ('River Cam',)),
+         trace(4, 3, 'Who named [A_3]?', 'Di', (back(3),), 'b4'), trace(5, 3, 'What of [A_4] and [A_1]?', 'Ed', (inner(4), back(1)), 'b5'),
+         trace(6, 4, 'Where is [A_5]?', 'Fa', (back(5),), 'b6')]
+    turn = lambda n, query, ts, case: GoldTurn(n, query, tuple(ts), ts[-1].id, ts[-1].answer, ts[-1].aliases, 'GS', case)
+    d = Dialogue('d1', (turn(1, 'Who runs the mill?', t[:2], 'original'), turn(2, 'And that?', t[2:3], 'follow-up'), turn(3, 'What of that?', t[3:5], 'follow-up'),
+                        turn(4, 'Where is that?', t[5:], 'follow-up')), 'dev', 'short', '')
+    ids = {x.id: x.answer for x in t}
+    turns = tuple(replace(u, traces=tuple(replace(x, keywords_resolved=resolve_refs(x.draft.keywords, ids)) for x in u.traces)) for u in d.turns)
+    return check_phrases(check_dialogue(replace(d, turns=turns)))
+
+def test_table6_counts_every_link(by_hand):
+    two = replace(by_hand, turns=by_hand.turns[:2])
+    s = statistics([by_hand, two])
+    assert s == {'Dialogues': 2, 'Turns min': 2, 'Turns max': 4, 'Turns mean': 3, 'Sub-questions min': 3, 'Sub-questions max': 6, 'Sub-questions mean': 4.5,
+                 'Cross-turn edges min': 2, 'Cross-turn edges max': 5, 'Cross-turn edges mean': 3.5}
+    assert '| short dev | 2 | 2–4 | 3.00 | 3–6 | 4.50 | 2–5 | 3.50 |' in table6([by_hand, two]).split('\n')
+    assert outside(by_hand, {'Cross-turn edges': (1, 4)}) == 'Cross-turn edges 5, allowed 1 to 4' and not outside(by_hand, {'Cross-turn edges': (5, 5)})
+
+def test_table5_counts_turns(by_hand):
+    none = {('GS','partial'): 0, ('SQR','carrier'): 0, ('SQR','relocated'): 0, ('SQR','unchanged'): 0}
+    assert table5([by_hand]) == {('GS','original'): 1, ('GS','follow-up'): 3} | none and table5([by_hand]*2)['GS','follow-up'] == 6
+
+def test_turns_that_continue_their_own_question_are_counted_apart(by_hand):
+    row = lambda *ds: list(continuations(ds)[0].values())[1:]
+    assert row(by_hand) == [3, 1, 1, 0]          # of three turns that refer back the last does so to its own question; two questions meet
+    apart = replace(by_hand, turns=tuple(replace(u, traces=tuple(replace(t, source='b') for t in u.traces)) for u in by_hand.turns))
+    assert row(by_hand, apart) == [6, 4, 2, 1]
+    gs,sqr = operator_shares([by_hand])
+    assert (gs['turns'], gs['share of turns (%)'], round(gs['refer back to their own question (%)'])) == (4, 100, 33) and sqr['turns'] == 0
+
+def test_repeats_are_counted(by_hand):
+    assert set(repeats([by_hand]).values()) == {0}
+    u = replace(by_hand.turns[0], turn=5, query='who runs THE mill')
+    r = repeats([by_hand, replace(by_hand, turns=(*by_hand.turns, u))])
+    assert r == {'dialogues that repeat a question': .5, 'dialogues that repeat a sub-question': .5, 'sub-questions asked before': 2/14, 'answers known before': 2/14}
+
+@pytest.mark.parametrize('turn,query', [(0, 'Is it Bo Adler who runs the mill?'), (0, "Is Orm's mill run by somebody?"), (1, 'And that, near Orm?'), (1, 'And that of Bo Adler?'),
+                                        (1, 'Does the River Cam join that?'), (2, 'What of that, given Cam?'), (2, 'What of that, if Di knows?')])
+def test_a_question_that_says_an_answer_is_found(by_hand, turn, query):
+    assert giveaways([by_hand]) == []
+    said = replace(by_hand, turns=tuple(replace(u, query=query) if i==turn else u for i,u in enumerate(by_hand.turns)))
+    assert len(found := giveaways([said, by_hand])) == 1 and f'd1 turn {turn+1}' in found[0]
+
+@pytest.mark.parametrize('window', [1, 2, 3, 5])
+def test_only_so_many_sessions_are_open(window):
+    most = 0
+    for seed in range(30):
+        left,opened = {s: n for s,n in enumerate([3,4,5,3,6,4])},set()
+        for s,_ in merge_order(list(left.values()), random.Random(seed), window):
+            opened.add(s)
+            most = max(most, len(opened))
+            left[s] -= 1
+            if not left[s]: opened.remove(s)
+        assert not any(left.values())
+    assert most == window
+
+def test_no_window_below_one(mq):
+    for f in (lambda: merge_order([2,2], random.Random(0), 0), lambda: interleave(mq.short, 2, window=0), lambda: interleave([], 2, window=-1),
+              lambda: build(world_source('dev', size='tiny'), window=0)):
+        with pytest.raises(SynthesisError, match='window='): f()
+
+def test_sessions_that_ask_the_same_make_no_dialogue(mq):
+    "Two sessions on one topic, of different questions: together they would ask one thing twice, in the same words."
+    rename = lambda d, n: replace(d, id=f'd{n}', turns=tuple(replace(u, traces=tuple(replace(t, source=f'{n} {t.source}') for t in u.traces)) for u in d.turns))
+    d = mq.short[0]
+    a,b = rename(d, 1),rename(d, 2)
+    c = Counter()
+    assert interleave([a, b], 1, counts=c, fewest=(2,2)) == [] and c['long: partners that repeat a question'] > 0
+    new = replace(b, turns=tuple(replace(u, query=f'Tell me: {u.query}') for u in b.turns))
+    assert len(interleave([a, new], 1, sizes={2: 1}, fewest=(2,2))) == 1
+    one = replace(new, turns=(*new.turns[:-1], replace(new.turns[-1], query=a.turns[0].query.upper())))   # a single question is enough
+    assert interleave([a, one], 1, sizes={2: 1}, fewest=(2,2)) == []
+
 # --- the build
 
 def test_relocation_is_reached_by_the_parameter(sources):
     share = lambda r: operator_shares(assemble(world_source('dev'), 'dev', n_short=40, n_long=0, relocated=r).dialogues)[1]['share of turns (%)']
     assert share(0)==0 and abs(share(.5)-50) < 8
-
-def test_sides_share_nothing(mq):
-    for kind in ('short','long'):
-        a,b = mq.splits[f'{kind} train'],mq.splits[f'{kind} dev']
-        assert not any(shared_evidence(a, b, mq.corpus).values())
-        assert not any(r['on both sides'] for r in audit_dialogues(a, b)[:5])
 
 def test_questions_reveal_nothing_and_phrases_fit():
     src = world_source('dev')
@@ -249,6 +199,92 @@ def test_ranges_of_table6():
 
 def anything(questions, split, seed): return Anything()
 
+def bare(s, name='bare'):
+    return Source([replace(q, hops=tuple(replace(h, para_ids=()) for h in q.hops), gold_ids=()) for q in s.questions], Corpus([]), {}, '', name)
+
+def test_joining_keeps_the_form_with_paragraphs(sources):
+    full = sources[0]
+    for both in ([full, bare(full)], [bare(full), full], [bare(full), full, bare(full)]):
+        joined = join_sources(both)
+        assert joined.questions == full.questions and len(joined.corpus) == len(full.corpus)
+        assert usable(joined)[0] == usable(full)[0]
+
+def test_joining_renames_once(sources):
+    a = sources[0]
+    other = Source([replace(a.questions[0], question='Something else?')], a.corpus, {}, 'x', 'other')
+    again = join_sources([a, other, other])
+    assert len(again.questions) == len(a.questions)+1 and again.counts['joined: in an earlier file already'] == 1
+    third = Source([replace(a.questions[0], question='A third thing?')], a.corpus, {}, 'x', 'other')
+    with pytest.raises(SynthesisError, match='two questions of other'): join_sources([a, other, third])
+
+def test_near_duplicates_are_left_out():
+    "A text of thirteen words and the same with one more, another decomposition, equal answers: alike by the audit's threshold."
+    q = pool(1).questions[0]
+    long = replace(q, question='Which of the many towns on the long river is the one he left?')
+    near = replace(q, id='near', question='Which of the many towns on the long river is the one he left first?', hops=tuple(replace(h, question=f'Say: {h.question}') for h in q.hops))
+    src = Source([long, near], pool(1).corpus, {}, '', 'x')
+    assert [usable(src, **k)[1]['left out: near-duplicates'] for k in ({}, dict(threshold=.99), dict(threshold=None))] == [1, 0, 0]
+
+def test_an_empty_side_ends_in_an_error(sources):
+    a,b = sources
+    hopless = Source([replace(q, hops=()) for q in b.questions], b.corpus, {}, '', 'hopless')
+    none = Source([], Corpus([]), {}, '', 'none')
+    same = Source([replace(q, id=f'x{q.id}', question=f'Well, {q.question}') for q in b.questions], b.corpus, {}, '', 'same')
+    for train,dev,says in ((a, bare(b), f'bare: no question can be used .questions: {len(b.questions)}; left out: a hop has no paragraph: {len(b.questions)}'),
+                           (a, hopless, "hopless: no question can be used.*hops don't lead to the answer"), (hopless, None, 'hopless: no question'), (none, None, 'none: .*questions: 0'),
+                           (bare(a), b, 'bare: no question'), (same, b, f'same: .*shares a title or a bridge entity with {b.name}.*questions: {len(b.questions)}'), (b, b, f'{b.name}: .*twice.*in {b.name}'),
+                           (Source(usable(a)[0][:1], a.corpus, {}, '', 'lonely'), None, 'lonely: .*at least two')):
+        with pytest.raises(SynthesisError, match=says): build(train, dev, sizes=SIZES)
+    with pytest.raises(SynthesisError, match='bare: no question'): assemble(bare(b))
+
+@pytest.mark.parametrize('kw,says', [(dict(sizes={'shrt train': 3}), 'shrt train.*allowed are short train'), (dict(sizes={'short train': 5}), "'short dev'.* is missing"),
+    (dict(sizes={'long train': 5}), "'short train'.* is missing"), (dict(sizes={**SIZES, 'short dev': -2}), '=-2'), (dict(sizes={**SIZES, 'short dev': 2.5}), '=2.5'),
+    (dict(scale=0), 'scale=0'), (dict(scale=-1), 'scale=-1'), (dict(relocated=1.5), 'relocated=1.5')])
+def test_parameters_that_cannot_be_meant(sources, kw, says):
+    with pytest.raises(SynthesisError, match=says): build(*sources, **kw)
+
+def named(questions, split, seed, name='rules', part='x'): return rule_realizer(questions, split, seed)
+
+class Maker:
+    def __call__(self, questions, split, seed): return rule_realizer(questions, split, seed)
+
+def test_a_realizer_is_named_without_an_address(sources, mq):
+    for r,name in ((partial(named, name='llm:x'), 'llm:x'), (partial(named, part='y'), 'named'), (named, 'named'), (Maker(), 'Maker')):
+        again = build(*sources, sizes=SIZES, realizer=r, workers=2 if r is named else 1)
+        assert again.about['parameters']['realizer'] == name and again.dialogues == mq.dialogues
+        assert {**again.about, 'parameters': {**again.about['parameters'], 'realizer': 'rule_realizer'}} == mq.about
+
+def deaf(questions, split, seed):
+    "A model that never replies in the form asked for, and rules that step in."
+    return LLMRealizer(ScriptedLLM(lambda prompt: 'Sorry?', name=f'deaf {split}'), questions, RuleRealizer(questions, split, seed=seed), split, seed)
+
+def test_what_a_model_did_reaches_the_report(sources):
+    one,two = (build(*sources, sizes=SIZES, realizer=deaf, workers=n) for n in (1, 2))
+    assert (one.counts, one.about, one.dialogues) == (two.counts, two.about, two.dialogues)
+    for side in ('train','dev'):
+        total = lambda what: sum(v for k,v in one.counts.items() if k.startswith(f'{side}: {what}: '))
+        assert one.counts[f'{side}: worded: by the fallback'] > 0 and total('replies rejected') >= one.counts[f'{side}: worded: by the fallback']
+        assert one.about['realizer'][side]['model'] == f'deaf {side}' and one.about['realizer'][side]['fallback'] == 'RuleRealizer'
+        assert total('refused') == one.counts[f'{side}: pairs refused']+one.counts.get(f'{side}: relocation: pairs refused', 0)+one.counts[f'{side}: single turns refused']
+    json.dumps(one.about)
+    small = assemble(sources[1], 'dev', n_short=5, n_long=0, realizer=deaf(sources[1].questions, 'dev', 0))
+    assert small.about['realizer']['model'] == 'deaf dev' and small.counts['worded: by the fallback'] > 0
+
+def test_a_folder_that_is_none_is_named(mq, tmp_path):
+    f = mq.save(tmp_path/'m')
+    assert MuMuQA.load(f).counts == mq.counts
+    for text in ('{', '[]', '{}', '{"name": 1, "counts": {}, "about": {}}', '{"name": "", "counts": [], "about": {}}', '{"name": "", "counts": {}, "about": 1}', '['*100000):
+        (f/'counts.json').write_text(text)
+        with pytest.raises(SourceError, match='counts.json'): MuMuQA.load(f)
+    (f/'counts.json').write_bytes(b'\xff\xfe')
+    with pytest.raises(SourceError, match='counts.json'): MuMuQA.load(f)
+    (f/'counts.json').unlink()
+    with pytest.raises(SourceError, match='counts.json'): MuMuQA.load(f)
+    for name in ('dialogues.jsonl', 'corpus.jsonl'):
+        f = mq.save(tmp_path/'m')
+        (f/name).unlink()
+        with pytest.raises(SourceError, match=name): MuMuQA.load(f)
+
 # --- real questions
 
 DATA = os.environ.get('CMTRAG_DATA')
@@ -266,15 +302,18 @@ def test_half_of_the_real_questions_are_used(real):
     assert len(used) >= .5*len(src.questions), f'{len(used)} of {len(src.questions)}'
 
 @needs_data
-def test_real_sides_share_no_title_and_no_bridge(real):
-    _,mq = real
-    a,b = ([d for k,ds in mq.splits.items() if ('train' in k)==t for d in ds] for t in (True, False))
-    assert not any(shared_evidence(a, b, mq.corpus).values())
+def test_real_dialogues_ask_nothing_twice_and_splice(real):
+    mq = real[1]
+    assert all(repeats(ds)['dialogues that repeat a question']==0 for ds in mq.splits.values())
+    gs = continuations(mq.short)[0]
+    assert gs['dialogues with such turns'] > 100 and gs['of these, joining no two questions']==0
+    assert gs['of these, continuing their own question'] < .1*gs['turns that refer back']
+
+@needs_data
+def test_real_files_in_any_order(real):
+    names = ('dev_gold_only', 'dev_200')
+    read = lambda order: usable(join_sources([read_source(Path(DATA)/'musique'/f'musique_ans_{n}.jsonl') for n in order]))[0]
+    assert {q.id: q for q in read(names)} == {q.id: q for q in read(names[::-1])}
 
 @needs_data
 def test_real_questions_reveal_nothing(real): assert giveaways(real[1].dialogues)==[]
-
-@needs_data
-def test_real_export_loads(real, tmp_path):
-    export(real[1], tmp_path/'real', parquet=False)
-    assert load_mumuqa(tmp_path/'real').dialogues==real[1].dialogues

@@ -83,11 +83,12 @@ def test_long_chains_of_conflicts_do_not_overflow():
 def test_one_component_cannot_be_split():
     qs = [Question(f'q{i}', f'What {i}?', f'a{i}', hops=(Hop('x >> y', f'b{i}'), Hop('[A_1] >> z', f'a{i}')), titles=('Everything',)) for i in range(50)]
     with pytest.raises(PartitionError, match='50 questions hang together in 1 components, the largest has 50'): partition(qs)
-    assert len(keep_split(qs[:40], qs[40:]).dropped) == 40
+    with pytest.raises(PartitionError, match='^mine: no question is left for dev: 50 questions hang together'): partition(qs, name='mine')
+    with pytest.raises(PartitionError, match='^train: each of its 40 questions shares a title or a bridge entity with dev'): keep_split(qs[:40], qs[40:])
 
 @pytest.mark.parametrize('n', [0, 1])
 def test_too_few(n):
-    with pytest.raises(PartitionError, match=f'{n} questions: two sides need at least two'): partition(questions(random.Random(0), 5)[:n])
+    with pytest.raises(PartitionError, match=f'^a.jsonl: {n} questions: two sides need at least two'): partition(questions(random.Random(0), 5)[:n], name='a.jsonl')
 
 def test_tiny_ones():
     r,made = random.Random(6),0
@@ -106,8 +107,14 @@ def test_impossible_shares(share):
 def test_ids_that_come_twice():
     qs = questions(random.Random(7), 20)
     with pytest.raises(PartitionError, match=f"1 question ids occur twice, among them '{qs[3].id}'"): partition([*qs, qs[3]])
-    for a,b in ((qs, qs[3:4]), ([*qs[4:], qs[4]], qs[:4]), (qs[4:], [*qs[:4], qs[0]])):
-        with pytest.raises(PartitionError, match='occur twice'): keep_split(a, b)
+    with pytest.raises(PartitionError, match='^here: 1 question ids occur twice'): partition([*qs, qs[3]], name='here')
+    for a,b,says in ((qs, qs[3:5], f"a: 2 question ids occur twice, here and in b, among them '{qs[3].id}'"), ([*qs[4:], qs[4]], qs[:4], f"a: 1 .* '{qs[4].id}'"), (qs[4:], [*qs[:4], qs[0]], f"b: 1 .* '{qs[0].id}'")):
+        with pytest.raises(PartitionError, match=f'^{says}'): keep_split(a, b, names=('a', 'b'))
+
+@pytest.mark.parametrize('side', ['train', 'dev'])
+def test_a_given_side_that_is_empty(side):
+    qs = questions(random.Random(7), 20)
+    with pytest.raises(PartitionError, match=f'^{side}.jsonl: no question'): keep_split(*((), qs) if side=='train' else (qs, ()), names=('train.jsonl', 'dev.jsonl'))
 
 def test_paragraphs_must_be_in_the_corpus():
     p = make_paragraph('Orm', 'A town.')

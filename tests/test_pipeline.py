@@ -21,7 +21,7 @@ def scripted(prompt):
 
 @pytest.fixture(scope='module')
 def world():
-    data = assemble(eval_source('world', 'dev', size='tiny'), split='dev', n_short=35, n_long=5, fewest=(14,20))
+    data = assemble(eval_source('world', 'dev', size='tiny'), split='dev', n_short=44, n_long=6, fewest=(14,20))
     return data,Index.build(data.corpus, MiniLM())
 
 def run(world, reader, n, workers):
@@ -31,8 +31,8 @@ def run(world, reader, n, workers):
 
 def test_one_at_a_time_and_sixteen_at_once(world):
     reader = Reader(ScriptedLLM(scripted), prompt='chat')
-    n = len(world[0].dialogues)
-    assert n==40
+    n = 40
+    assert len(world[0].dialogues)>=n
     one,many = run(world, reader, n, 1),run(world, reader, n, 16)
     assert one==many
     assert any(t[4]!=(None,)*len(t[4]) for ts in one for t in ts), 'no keyword lookup fired'
