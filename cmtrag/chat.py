@@ -21,7 +21,7 @@ from .sources import Corpus
 from .runs import cache_root
 from .documents import DocumentError, Documents, read_folder, show_name
 from .llm import LLMError
-from .generator import WholeQuery
+from .drafts import WholeQuery
 from .dag import TraceDAG, lanes
 from .retrieval import Retriever, index_for
 from .pipeline import Session, Step
@@ -484,7 +484,7 @@ def make_generator(
     if kind=='query' or not endpoint:
         return WholeQuery(), ('Without a draft generator each question is asked as it stands: it is not taken apart, and follow-ups ("when was it built?") are not linked to earlier turns. '
                               'For both, use a large model: --reader endpoint (in a notebook: reader = "endpoint"), with CMTRAG_ENDPOINT_URL and CMTRAG_ENDPOINT_MODEL set to an OpenAI-compatible server.')
-    from cmtrag.generator import LLMDrafts
+    from cmtrag.drafts import LLMDrafts
     return LLMDrafts(reader.llm), f'{reader.llm.name} also writes the sub-questions.'
 
 # %% ../nbs/29_chat.ipynb #25bca04f

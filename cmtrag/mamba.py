@@ -7,9 +7,9 @@ __all__ = ['TORCH_OPS', 'PATHS', 'TOLERANCE', 'LORA_TARGETS', 'MambaError', 'sca
            'last_inputs', 'MambaConfig', 'RMSNorm', 'Mixer', 'Block', 'Backbone', 'Mamba2LM', 'MambaState',
            'load_state', 'pack_ids', 'TorchPath', 'TorchDecoder', 'numpy_step', 'plain_weights', 'weights_mark',
            'NumpyPath', 'NumpyDecoder', 'NumbaPath', 'NumbaDecoder', 'cuda_ops', 'CudaPath', 'CudaGraph', 'CudaDecoder',
-           'self_test', 'cast', 'load_mamba', 'as_hf', 'lora', 'timed', 'bench_decode', 'bench_prefill', 'bench_train']
+           'self_test', 'cast', 'load_mamba', 'as_hf', 'lora', 'race', 'decoding', 'reading', 'training', 'one_turn']
 
-# %% ../nbs/20_mamba.ipynb #c7c3acbd
+# %% ../nbs/20_mamba.ipynb #104f7dc7
 import json, math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,11 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, ini
 from transformers.modeling_outputs import CausalLMOutput
 from .checkpoints import MODEL_TYPE, SHAPE, CheckpointError, check_shape, read_shape, read_tensors
 
-# %% ../nbs/20_mamba.ipynb #9d48112d
+# %% ../nbs/20_mamba.ipynb #8ca3f2b4
 class MambaError(ValueError):
     "A model, state or path was used in a way that would give wrong numbers; the message says which and what is allowed."
 
-# %% ../nbs/20_mamba.ipynb #e726beb0
+# %% ../nbs/20_mamba.ipynb #a2c3a96d
 def scan_steps(
     x:torch.Tensor,  # Inputs (batch, length, heads, channels)
     dt:torch.Tensor, # Step sizes $\Delta$, positive (batch, length, heads); zero leaves the state alone
@@ -47,7 +47,7 @@ def scan_steps(
         ys.append((h*C[:,t,:,None,:]).sum(-1))
     return torch.stack(ys, 1), h
 
-# %% ../nbs/20_mamba.ipynb #e76b95b8
+# %% ../nbs/20_mamba.ipynb #2580238a
 def scan_chunks(
     x:torch.Tensor,       # As in `scan_steps`
     dt:torch.Tensor,      # 
@@ -82,7 +82,25 @@ def scan_chunks(
         y = torch.cat([y[:,:f], y[:,f:]+off], 1) if f else y+off
     return y.transpose(2,3).reshape(b,l+pad,H,P)[:,:l].to(dtype), h if final else None
 
-# %% ../nbs/20_mamba.ipynb #1df31a39
+# %% ../nbs/20_mamba.ipynb #f22ef19c
+class _ConvSiLU(torch.autograd.Function):
+    "The convolution as a few products on whole arrays: fewer passes over memory than `conv1d`, above all in the backward pass."
+    @staticmethod
+    def forward(ctx, x, w, b):                              # (batch, kernel−1+length, channels), (channels, kernel), (channels)
+        w,l = w.t().contiguous(),x.shape[1]-w.shape[1]+1
+        y = torch.addcmul(b, x[:,:l], w[0])
+        for j in range(1, len(w)): y.addcmul_(x[:,j:j+l], w[j])
+        ctx.save_for_backward(x, w, y)
+        return F.silu(y)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        x,w,y = ctx.saved_tensors
+        g,dx,l = torch.ops.aten.silu_backward(g.contiguous(), y),torch.zeros_like(x),y.shape[1]
+        for j,v in enumerate(w): dx[:,j:j+l].addcmul_(g, v)
+        dw = torch.stack([(g*x[:,j:j+l]).sum((0,1)) for j in range(len(w))], 1) if ctx.needs_input_grad[1] else None     # frozen under adapters
+        return dx, dw, g.sum((0,1))
+
 def causal_conv(
     x:torch.Tensor,      # Inputs (batch, length, channels)
     prev:torch.Tensor,   # The inputs just before them (batch, channels, kernel−1), oldest first
@@ -90,8 +108,9 @@ def causal_conv(
     b:torch.Tensor,      # Bias (channels)
 )->torch.Tensor: # (batch, length, channels)
     "Causal depthwise convolution on carried inputs, then SiLU."
-    xx = torch.cat([prev.to(x.dtype), x.transpose(1,2)], -1)                    # (batch, channels, kernel−1+length)
-    return F.silu(F.conv1d(xx, w[:,None], b, groups=len(b))).transpose(1,2)
+    xx = torch.cat([prev.transpose(1,2).to(x.dtype), x], 1)                     # (batch, kernel−1+length, channels)
+    if x.dtype==w.dtype==torch.float32: return _ConvSiLU.apply(xx, w, b)
+    return F.silu(F.conv1d(xx.transpose(1,2), w[:,None], b, groups=len(b))).transpose(1,2)     # which sums in fp32
 
 def last_inputs(
     x:torch.Tensor,       # Inputs (batch, length, channels)
@@ -103,7 +122,7 @@ def last_inputs(
     at = lengths[:,None]+torch.arange(k, device=x.device)
     return xx.gather(1, at[...,None].expand(-1, -1, xx.shape[-1])).transpose(1,2)
 
-# %% ../nbs/20_mamba.ipynb #1596a08b
+# %% ../nbs/20_mamba.ipynb #1567f519
 class MambaConfig(PretrainedConfig):
     "Shape of a `Mamba2LM` (the fields of `SHAPE`) and how to train it."
     model_type = MODEL_TYPE
@@ -134,7 +153,7 @@ class MambaConfig(PretrainedConfig):
     @property
     def channels(self): return self.inner+2*self.n_groups*self.state_size
 
-# %% ../nbs/20_mamba.ipynb #1df81c9f
+# %% ../nbs/20_mamba.ipynb #3d9e07f7
 class RMSNorm(nn.Module):
     "Root mean square norm in fp32; gated by `silu(z)` and in `groups` when used inside a layer."
     def __init__(self, n, eps, groups=1):
@@ -146,7 +165,7 @@ class RMSNorm(nn.Module):
         s = s*torch.rsqrt(s.pow(2).mean(-1, keepdim=True)+self.eps)
         return s.view(x.shape).to(self.weight.dtype)*self.weight
 
-# %% ../nbs/20_mamba.ipynb #0330c23a
+# %% ../nbs/20_mamba.ipynb #e305da17
 TORCH_OPS = SimpleNamespace(conv=causal_conv, scan=scan_chunks)
 
 class Mixer(nn.Module):
@@ -180,7 +199,7 @@ class Mixer(nn.Module):
         y = self.norm((y+x*self.D.to(x.dtype)[:,None]).flatten(2), z)
         return self.out_proj(y.to(u.dtype)), conv2, ssm
 
-# %% ../nbs/20_mamba.ipynb #6385ec56
+# %% ../nbs/20_mamba.ipynb #febae3c9
 class Block(nn.Module):
     "Norm, layer, residual; the residual stream may be kept in fp32."
     def __init__(self, c):
@@ -207,7 +226,7 @@ class Backbone(nn.Module):
             states.append(s)
         return self.norm_f(r), states
 
-# %% ../nbs/20_mamba.ipynb #c67bcdcc
+# %% ../nbs/20_mamba.ipynb #a4a92617
 class Mamba2LM(PreTrainedModel, GenerationMixin):
     "Mamba-2 with a language model head and an explicit state (Sections 3.1 and B.1); see `prefill`, `step`, `greedy`, `use`."
     config_class,base_model_prefix,main_input_name = MambaConfig,'backbone','input_ids'
@@ -236,7 +255,7 @@ class Mamba2LM(PreTrainedModel, GenerationMixin):
             init.ones_(m.D)
             init.copy_(m.out_proj.weight, m.out_proj.weight/math.sqrt(self.config.num_hidden_layers))
 
-# %% ../nbs/20_mamba.ipynb #96d81cf3
+# %% ../nbs/20_mamba.ipynb #527b64f9
 @patch
 def forward(self:Mamba2LM,
     input_ids:torch.Tensor=None,      # Ids (batch, length)
@@ -265,7 +284,7 @@ def prepare_inputs_for_generation(self:Mamba2LM, input_ids, attention_mask=None,
     "For libraries that call `generate`: right, and slow, since every token reads everything again. Use `greedy`."
     return dict(input_ids=input_ids, attention_mask=attention_mask)
 
-# %% ../nbs/20_mamba.ipynb #78335fd9
+# %% ../nbs/20_mamba.ipynb #138ebd7a
 @dataclass(frozen=True, eq=False)
 class MambaState:
     "$h_t$ of one or more conversations (Section C.3): fixed in size, never written to."
@@ -287,7 +306,7 @@ class MambaState:
     def nbytes(self): return self.conv.nbytes+self.ssm.nbytes
     def __repr__(self): return f'MambaState({len(self)} rows, {self.nbytes:,} bytes, tokens seen: {list(self.tokens)})'
 
-# %% ../nbs/20_mamba.ipynb #72459e7b
+# %% ../nbs/20_mamba.ipynb #2597cd15
 @patch
 def dump(self:MambaState)->bytes: # A safetensors file
     "The state as bytes."
@@ -305,6 +324,8 @@ def load_state(
     if set(d)!={'conv','ssm','tokens'}: raise MambaError(f'a saved state holds conv, ssm and tokens, this holds {sorted(d)}')
     return MambaState(d['conv'].to(device), d['ssm'].to(device), tuple(d['tokens'].tolist()))
 
+Mamba2LM.load_state = lambda self, b: load_state(b, self.device)      # the same for every model that carries a state
+
 @patch
 def start(self:Mamba2LM,
     rows:int=1, # Conversations
@@ -314,7 +335,7 @@ def start(self:Mamba2LM,
     z = lambda dtype, *s: torch.zeros(c.num_hidden_layers, rows, *s, device=w.device, dtype=dtype)
     return MambaState(z(w.dtype, c.channels, c.conv_kernel-1), z(torch.float32, c.heads, c.head_dim, c.state_size), (0,)*rows)
 
-# %% ../nbs/20_mamba.ipynb #f3ffdc98
+# %% ../nbs/20_mamba.ipynb #22ede55b
 @patch
 def check_state(self:Mamba2LM,
     s:MambaState, # A state
@@ -327,7 +348,7 @@ def check_state(self:Mamba2LM,
     if got!=want: raise MambaError(f'the state has sizes {got}, this model with {rows} rows needs {want}')
     return s
 
-# %% ../nbs/20_mamba.ipynb #d2a9a207
+# %% ../nbs/20_mamba.ipynb #c62ba345
 def pack_ids(
     ids,             # Lists of ids, or a tensor (rows, length)
     lengths=None,    # Real tokens per row of a tensor; all when not given
@@ -343,7 +364,7 @@ def pack_ids(
     if vocab and (ids.min()<0 or ids.max()>=vocab): raise MambaError(f'ids reach from {ids.min()} to {ids.max()}, the embedding has rows 0 to {vocab-1}')
     return ids.to(device), n.to(device)
 
-# %% ../nbs/20_mamba.ipynb #ed200d6b
+# %% ../nbs/20_mamba.ipynb #07fe74fe
 class TorchPath:
     "PyTorch on any device: chunked scan for many tokens, eager operations for one."
     name,ops,exact = 'torch',TORCH_OPS,False
@@ -356,7 +377,7 @@ class TorchPath:
         return m.lm_head(r).float(), MambaState(torch.stack([c for c,_ in new]), torch.stack([h for _,h in new]), tuple(a+b for a,b in zip(s.tokens, n.tolist())))
     def decoder(self, s): return TorchDecoder(self, s)
 
-# %% ../nbs/20_mamba.ipynb #37883dd6
+# %% ../nbs/20_mamba.ipynb #b9b701a5
 class TorchDecoder:
     "Decoding on a private copy of a state."
     def __init__(self, path, s):
@@ -386,7 +407,7 @@ class TorchDecoder:
 
     def state(self): return MambaState(self.conv.clone(), self.ssm.clone(), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #8aa435c2
+# %% ../nbs/20_mamba.ipynb #d00912b6
 @patch
 @torch.no_grad()
 def prefill(self:Mamba2LM,
@@ -416,7 +437,7 @@ def step(self:Mamba2LM,
     d = self.decoder(state)
     return d.step(ids[:,0]), d.state()
 
-# %% ../nbs/20_mamba.ipynb #10ebf40b
+# %% ../nbs/20_mamba.ipynb #dc1a7ec9
 def _silu(x): return x/(1+np.exp(-x))
 def _rms(x, w, eps, groups=1):
     g = x.reshape(groups, -1)
@@ -444,7 +465,7 @@ def numpy_step(
         r = r + w('mixer.out_proj.weight')@_rms(y.reshape(-1)*_silu(z), w('mixer.norm.weight'), c.norm_eps, c.n_groups)
     return W.get('lm_head.weight', W['backbone.embedding.weight'])@_rms(r, W['backbone.norm_f.weight'], c.norm_eps)
 
-# %% ../nbs/20_mamba.ipynb #c0f179dd
+# %% ../nbs/20_mamba.ipynb #4a723125
 def plain_weights(
     model:Mamba2LM, # On the CPU, fp32
     path:str,       # For messages
@@ -461,10 +482,10 @@ def plain_weights(
 def weights_mark(
     W:dict, # Name → array
 )->tuple: # Changes when weights change
-    "Where the weights are and what a sample of them sums to."
-    return tuple((v.ctypes.data, float(v.reshape(-1)[::max(1, v.size//64)].sum())) for v in W.values())
+    "Where the weights are and a sample of them."
+    return tuple((v.__array_interface__['data'][0], v.reshape(-1)[::max(1, v.size//64)].tobytes()) for v in W.values())
 
-# %% ../nbs/20_mamba.ipynb #2f852182
+# %% ../nbs/20_mamba.ipynb #3aa7a0a2
 class NumpyPath(TorchPath):
     "The readable reference: every token, in prefill too, through `numpy_step`."
     name,exact = 'numpy',True
@@ -490,7 +511,7 @@ class NumpyDecoder:
         return torch.from_numpy(np.stack(out).astype(np.float32))
     def state(self): return MambaState(torch.from_numpy(self.conv.copy()), torch.from_numpy(self.ssm.copy()), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #f102e2e4
+# %% ../nbs/20_mamba.ipynb #ef8e6b29
 _fast = {'reassoc','contract','nsz','arcp'}       # may reorder sums; keeps infinities and NaN
 def _jit(f):
     "Compile `f` when it is first called. Kept on disk only from the module: there one file holds all of them, whereas in a notebook a changed callee goes unnoticed."
@@ -514,7 +535,7 @@ def _matmul(W, X, Y, n):
             for j in range(k): s += W[i,j]*X[b,j]
             Y[b,i] = s
 
-# %% ../nbs/20_mamba.ipynb #13cf70a8
+# %% ../nbs/20_mamba.ipynb #7d1b0add
 @_jit
 def _sigmoids(a, p, e):
     "p ← sigmoid(a), elementwise; `e` is integer scratch."
@@ -528,7 +549,7 @@ def _sigmoids(a, p, e):
     q = e.view(np.float32)
     for i in range(a.shape[0]): p[i] = f(1)/(f(1)+p[i]*q[i])
 
-# %% ../nbs/20_mamba.ipynb #7ba38b4d
+# %% ../nbs/20_mamba.ipynb #19d6ddfb
 @_jit
 def _mix(a, conv, ssm, cw, cb, dtb, A, D, G, eps, y, p, e):
     "Convolution, recurrence and gated norm of one row: `a` (gate, conv inputs, steps) → `y`."
@@ -569,10 +590,10 @@ def _norm(r, x, eps):
     s = np.float32(1)/np.sqrt(s/np.float32(r.shape[0])+eps)
     for i in range(r.shape[0]): x[i] = r[i]*s
 
-# %% ../nbs/20_mamba.ipynb #1f6d5a5e
+# %% ../nbs/20_mamba.ipynb #dcb7186b
 @_jit
-def _step(w, ids, rows, n, conv, ssm, buf, e, logits):
-    "One token in each of the first `n` of `rows`; the states are changed in place."
+def _layers(w, ids, rows, n, conv, ssm, buf, e):
+    "One token in each of the first `n` of `rows` through all layers; the states are changed in place."
     emb,iw,cw,cb,dtb,A,D,ow,head,G,eps = w
     r,x,a,y,p = buf
     for b in range(n): r[b] = emb[ids[b]]
@@ -584,9 +605,29 @@ def _step(w, ids, rows, n, conv, ssm, buf, e, logits):
         for b in range(n):
             for i in range(r.shape[1]): r[b,i] += x[b,i]
     for b in range(n): _norm(r[b], x[b], eps)
-    _matmul(head, x, logits, n)
 
-# %% ../nbs/20_mamba.ipynb #00bdf332
+@_jit
+def _step(w, ids, rows, n, conv, ssm, buf, e, logits):
+    "`_layers`, then the logits."
+    _layers(w, ids, rows, n, conv, ssm, buf, e)
+    _matmul(w[8], buf[1], logits, n)
+
+@_jit
+def _read(w, ids, lens, every, conv, ssm, buf, e, logits, out):
+    "Row `b` of `ids` up to `lens[b]`; the logits of every token, or of the last alone, go to `out` (rows, 1 or length, vocabulary)."
+    rows,now = np.empty_like(lens),np.empty_like(lens)
+    for t in range(lens.max()):
+        n,last = 0,every
+        for b in range(lens.shape[0]):
+            if t<lens[b]:
+                rows[n],now[n] = b,ids[b,t]
+                n,last = n+1,last or t==lens[b]-1
+        _layers(w, now, rows, n, conv, ssm, buf, e)
+        if last: _matmul(w[8], buf[1], logits, n)
+        for b in range(n):
+            if every or t==lens[rows[b]]-1: out[rows[b],t if every else 0] = logits[b]
+
+# %% ../nbs/20_mamba.ipynb #3a4eb1d4
 @_jit
 def _greedy(w, logits, rows, n, vocab, stop, most, conv, ssm, buf, e, out, count):
     "Write up to `most` tokens per row into `out`, from the `logits` on; a row ends with a stop token."
@@ -610,7 +651,7 @@ def _greedy(w, logits, rows, n, vocab, stop, most, conv, ssm, buf, e, out, count
         n = k
         if n==0: break
 
-# %% ../nbs/20_mamba.ipynb #625e4509
+# %% ../nbs/20_mamba.ipynb #65e6a490
 class NumbaPath(TorchPath):
     "CPU, fp32: prefill in chunks, row by row; decoding in one compiled function."
     name,exact,short,mark,packed = 'numba',True,16,None,None
@@ -626,26 +667,21 @@ class NumbaPath(TorchPath):
         return (emb, g('mixer.in_proj.weight')*g('norm.weight')[:,None], g('mixer.conv1d.weight', lambda x: x[:,0].T), g('mixer.conv1d.bias'), g('mixer.dt_bias'),
                 -np.exp(g('mixer.A_log')), g('mixer.D'), g('mixer.out_proj.weight')*g('mixer.norm.weight')[:,None],
                 np.ascontiguousarray(W.get('lm_head.weight', emb)*W['backbone.norm_f.weight']), c.n_groups, np.float32(c.norm_eps))
-    def steps(self, ids, n, s):
-        "Short rows together, token by token; logits (length, vocabulary) of each."
-        d,out = self.decoder(s),[[] for _ in n]
-        for t in range(max(n)):
-            rows = [i for i,k in enumerate(n) if t<k]
-            for i,l in zip(rows, d.step(ids[rows,t], rows)): out[i].append(l)
-        return [torch.stack(o) for o in out], d.state()
+    def read(self, ids, n, s, every):
+        "Short rows together, token by token."
+        d = self.decoder(s)
+        return d.read(ids.numpy(), n.numpy(), every), d.state(copy=False)
     def prefill(self, ids, n, s, every):
-        n,out,states = n.tolist(),{},{}
-        if few := [i for i,k in enumerate(n) if k<=self.short]:
-            logits,st = self.steps(ids[few], [n[i] for i in few], s[few])
-            for j,i in enumerate(few): out[i],states[i] = logits[j],st[j]
-        for i in set(range(len(n)))-set(few):
-            logits,states[i] = super().prefill(ids[i:i+1,:n[i]], torch.tensor(n[i:i+1]), s[i], every)
-            out[i] = logits[0] if every else logits
-        logits = [out[i] for i in range(len(n))]
-        return nn.utils.rnn.pad_sequence(logits, batch_first=True) if every else torch.stack([l[-1] for l in logits]), MambaState.cat(states[i] for i in range(len(n)))
+        few = (n<=self.short).nonzero()[:,0].tolist()
+        if len(few)==len(n): return self.read(ids, n, s, every)
+        parts = [(few, *self.read(ids[few], n[few], s[few], every))] if few else []
+        parts += [([i], *TorchPath.prefill(self, ids[i:i+1,:n[i]], n[i:i+1], s[i], every)) for i in range(len(n)) if i not in few]
+        order = np.argsort(sum((r for r,*_ in parts), []))
+        logits = [F.pad(l, (0,0,0,ids.shape[1]-l.shape[1])) if every else l for _,l,_ in parts]
+        return torch.cat(logits)[order], MambaState.cat(st for *_,st in parts)[order.tolist()]
     def decoder(self, s): return NumbaDecoder(self, s)
 
-# %% ../nbs/20_mamba.ipynb #aa5eac8a
+# %% ../nbs/20_mamba.ipynb #2ae35ea5
 class NumbaDecoder:
     "The compiled step on a private copy of a state."
     def __init__(self, path, s):
@@ -662,6 +698,12 @@ class NumbaDecoder:
         _step(self.w, ids, rows, len(rows), self.conv, self.ssm, self.buf, self.e, self.logits)
         for r in rows: self.tokens[r] += 1
         return torch.from_numpy(self.logits[:len(rows)].copy())
+    def read(self, ids, n, every):
+        "Many tokens without Python between them; logits after the last (rows, vocabulary), or all (rows, length, vocabulary)."
+        out = np.zeros((self.b, ids.shape[1] if every else 1, self.logits.shape[1]), np.float32)
+        _read(self.w, ids, n, every, self.conv, self.ssm, self.buf, self.e, self.logits, out)
+        self.tokens = [a+int(k) for a,k in zip(self.tokens, n)]
+        return torch.from_numpy(out if every else out[:,0])
     def greedy(self, logits, stop, most, vocab):
         "The whole loop without Python; lists of ids per row."
         self.logits[:] = logits.numpy()
@@ -669,9 +711,11 @@ class NumbaDecoder:
         _greedy(self.w, self.logits, self.all.copy(), self.b, vocab, np.array(sorted(stop), np.int64), most, self.conv, self.ssm, self.buf, self.e, out, count)
         self.tokens = [a+int(k) for a,k in zip(self.tokens, count)]
         return [out[i,:count[i]].tolist() for i in range(self.b)]
-    def state(self): return MambaState(torch.from_numpy(self.conv.transpose(0,1,3,2).copy()), torch.from_numpy(self.ssm.copy()), tuple(self.tokens))
+    def state(self, copy=True):
+        "The state; without `copy` for a decoder that is not used any more."
+        return MambaState(torch.from_numpy(self.conv.transpose(0,1,3,2).copy()), torch.from_numpy(self.ssm.copy() if copy else self.ssm), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #f5f42d86
+# %% ../nbs/20_mamba.ipynb #18744ee4
 def cuda_ops()->SimpleNamespace: # `conv`, `scan`, and the single-step kernels
     "The kernels in the form of `TORCH_OPS`; `MambaError` says what to install."
     if not torch.cuda.is_available(): raise MambaError('path "cuda" needs a GPU that torch can see; on a CPU use "numba" or "torch"')
@@ -689,7 +733,7 @@ def cuda_ops()->SimpleNamespace: # `conv`, `scan`, and the single-step kernels
         return r if final else (r, None)
     return SimpleNamespace(conv=conv, scan=scan, conv_step=causal_conv1d_update, scan_step=selective_state_update)
 
-# %% ../nbs/20_mamba.ipynb #522c2842
+# %% ../nbs/20_mamba.ipynb #a3eb516f
 class CudaPath(TorchPath):
     "mamba-ssm kernels; decoding on resident buffers, one captured graph per number of rows (Section C.3)."
     name,rows = 'cuda',16
@@ -738,7 +782,7 @@ class CudaGraph:
         for l,b in enumerate(self.m.backbone.layers): r = (r.float() if b.fp32 else r)+self.mix(l, b.mixer, b.norm(r))
         return self.m.lm_head(self.m.backbone.norm_f(r)).float()
 
-# %% ../nbs/20_mamba.ipynb #71ed9133
+# %% ../nbs/20_mamba.ipynb #c184be3c
 class CudaDecoder:
     "Packs a state into the resident buffers; one decoder at a time may use a graph."
     def __init__(self, path, s):
@@ -747,8 +791,10 @@ class CudaDecoder:
         self.g = path.graph(b)
         self.g.owner = self
         for x,y in ((self.g.conv, s.conv), (self.g.ssm, s.ssm)): x[:,:self.n].copy_(y)
-    def step(self, ids, rows=None):
+    def mine(self):
         if self.g.owner is not self: raise MambaError('path "cuda": these buffers were taken over by a newer decoder; take the state before making one')
+    def step(self, ids, rows=None):
+        self.mine()
         rows = torch.arange(self.n) if rows is None else torch.as_tensor(rows)
         at = rows.to(self.g.ids.device)
         self.g.active.fill_(False)
@@ -757,9 +803,27 @@ class CudaDecoder:
         self.g.replay()
         for r in rows.tolist(): self.tokens[r] += 1
         return self.g.logits[at]
-    def state(self): return MambaState(self.g.conv[:,:self.n].clone(), self.g.ssm[:,:self.n].clone(), tuple(self.tokens))
+    def greedy(self, logits, stop, most, vocab, every=8):
+        "The whole loop on the GPU, which is waited for only at every few tokens, to see whether all rows have ended; lists of ids per row."
+        self.mine()
+        g,b = self.g,len(self.g.ids)
+        end,out = torch.tensor(sorted(stop), dtype=torch.long, device=g.ids.device),torch.full((most, b), -1, device=g.ids.device)
+        g.active.fill_(False)
+        g.active[:self.n] = True
+        now = F.pad(logits, (0,0,0,b-self.n))
+        for t in range(most):
+            g.ids.copy_(now[:,:vocab].argmax(-1))
+            out[t] = torch.where(g.active, g.ids, -1)                # a row that has ended keeps its state and writes nothing
+            g.replay()
+            now = g.logits
+            g.active.logical_and_(~torch.isin(g.ids, end))
+            if t%every==every-1 and not g.active.any(): break
+        got = [[i for i in r if i>=0] for r in out.T[:self.n].tolist()]
+        self.tokens = [a+len(r) for a,r in zip(self.tokens, got)]
+        return got
+    def state(self, copy=True): return MambaState(self.g.conv[:,:self.n].clone(), self.g.ssm[:,:self.n].clone(), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #977d69aa
+# %% ../nbs/20_mamba.ipynb #7310c1ea
 PATHS = {p.name:p for p in (TorchPath, NumpyPath, NumbaPath, CudaPath)}
 TOLERANCE = {torch.float32:1e-4, torch.bfloat16:5e-2, torch.float16:1e-2}    # times the largest logit, or 1
 
@@ -788,7 +852,7 @@ def self_test(
     if not off<=tol: raise MambaError(f'path {engine.name!r} failed its self-test: carried prefill and a full forward differ by {off:.2g} of the largest logit, allowed {tol:g}')
     return off
 
-# %% ../nbs/20_mamba.ipynb #231b257a
+# %% ../nbs/20_mamba.ipynb #ab1ccfb7
 @patch
 def use(self:Mamba2LM,
     path:str='torch',  # 'torch', 'numba', 'cuda', or 'numpy' (the slow reference)
@@ -803,7 +867,7 @@ def use(self:Mamba2LM,
 @patch(as_prop=True)
 def path(self:Mamba2LM): return self.engine.name
 
-# %% ../nbs/20_mamba.ipynb #ebd76aaf
+# %% ../nbs/20_mamba.ipynb #1575b0d7
 @patch
 @torch.no_grad()
 def greedy(self:Mamba2LM,
@@ -816,7 +880,7 @@ def greedy(self:Mamba2LM,
     "Prefill, then greedy decoding; `state` stays as it is."
     logits,s = self.prefill(prompts, state=state)
     d,stop,vocab = self.decoder(s),set(stop),min(vocab or self.config.vocab_size, self.config.vocab_size)
-    if hasattr(d, 'greedy'): return d.greedy(logits, stop, most, vocab), d.state()
+    if hasattr(d, 'greedy'): return d.greedy(logits, stop, most, vocab), d.state(copy=False)
     out,rows = [[] for _ in prompts],list(range(len(prompts) if most>0 else 0))
     while rows:
         ids = logits[:,:vocab].argmax(-1).tolist()
@@ -826,7 +890,7 @@ def greedy(self:Mamba2LM,
         rows,logits = [rows[k] for k in go],logits[go]
     return out, d.state()
 
-# %% ../nbs/20_mamba.ipynb #e25f9c97
+# %% ../nbs/20_mamba.ipynb #c3e8d154
 def cast(
     model:Mamba2LM, # Model
     dtype,          # For example `torch.bfloat16`
@@ -853,7 +917,7 @@ def load_mamba(
     for p in m.parameters(): p.requires_grad_(True)
     return cast(m, dtype).to(device).eval().use(path)
 
-# %% ../nbs/20_mamba.ipynb #b70bffa0
+# %% ../nbs/20_mamba.ipynb #39bb7131
 def as_hf(
     model:Mamba2LM, # Model
     chunk:int=64,   # Chunk length of its scan
@@ -861,13 +925,13 @@ def as_hf(
     "A `transformers` `Mamba2ForCausalLM` with copies of the same weights, for comparisons."
     from transformers import Mamba2Config, Mamba2ForCausalLM
     c = model.config
-    m = Mamba2ForCausalLM(Mamba2Config(num_heads=c.heads, head_dim=c.head_dim, vocab_size=c.vocab_size, hidden_size=c.hidden_size, state_size=c.state_size,
+    with torch.device(model.device): m = Mamba2ForCausalLM(Mamba2Config(num_heads=c.heads, head_dim=c.head_dim, vocab_size=c.vocab_size, hidden_size=c.hidden_size, state_size=c.state_size,
         num_hidden_layers=c.num_hidden_layers, layer_norm_epsilon=c.norm_eps, expand=c.expand, conv_kernel=c.conv_kernel, n_groups=c.n_groups,
-        tie_word_embeddings=c.tie_word_embeddings, residual_in_fp32=c.residual_in_fp32, chunk_size=chunk, pad_token_id=0, eos_token_id=None))
+        tie_word_embeddings=c.tie_word_embeddings, residual_in_fp32=c.residual_in_fp32, chunk_size=chunk, pad_token_id=0, eos_token_id=None)).to(model.backbone.embedding.weight.dtype)
     m.load_state_dict({k.replace('embedding.', 'embeddings.'):v.detach().clone() for k,v in model.state_dict().items()})
     return m.eval()
 
-# %% ../nbs/20_mamba.ipynb #cf030165
+# %% ../nbs/20_mamba.ipynb #84643d53
 LORA_TARGETS = ('in_proj', 'out_proj')
 
 def lora(
@@ -883,56 +947,54 @@ def lora(
     if n!=2*model.config.num_hidden_layers: raise MambaError(f'adapters were placed on {n} projections, expected {2*model.config.num_hidden_layers}')
     return m
 
-# %% ../nbs/20_mamba.ipynb #b9c72d00
-def timed(
-    f:Callable, # What to time
-    n:int=5,    # Times
-    cpu=False,  # Seconds of this process's CPU time instead of the clock's (for one thread on a busy machine)
-)->float: # Seconds, median
-    "Median duration of `f()` after one run that is not counted."
-    f()
-    ts,clock = [],process_time if cpu else perf_counter
-    for _ in range(n):
+# %% ../nbs/20_mamba.ipynb #34328875
+def race(
+    runs:dict, # Name → what to time, a function without arguments
+    n:int=5,   # Rounds
+    cpu=False, # Seconds of this process's CPU time instead of the clock's
+)->dict: # Name → seconds of each round
+    "Run all of them once uncounted, then `n` rounds of each in turn; a GPU is waited for."
+    def one(f):
         t = clock(); f()
-        ts.append(clock()-t)
-    return sorted(ts)[n//2]
+        if torch.cuda.is_initialized(): torch.cuda.synchronize()
+        return clock()-t
+    clock,ts = process_time if cpu else perf_counter,{k:[] for k in runs}
+    for i in range(-1, n):
+        for k,f in runs.items():
+            t = one(f)
+            if i>=0: ts[k].append(t)
+    return ts
 
-def bench_decode(
-    model:Mamba2LM,    # Model, path chosen
-    rows:int=1,        # Conversations at once
-    tokens:int=64,     # New tokens per row
-    n:int=5,           # Repetitions
-    cpu=False,         # See `timed`
-    hf=None,           # A `Mamba2ForCausalLM` to time instead
-)->float: # Tokens per second, over all rows
-    "Greedy decoding from a short prompt; prefill of 8 tokens included on both sides."
+def decoding(
+    model,          # `Mamba2LM` with its path chosen, `Mamba2ForCausalLM`, or the `MambaLMHeadModel` of mamba-ssm
+    rows:int=1,     # Conversations at once
+    tokens:int=64,  # New tokens per row
+)->Callable: # For `race`
+    "Greedy decoding with the model's own loop after a prompt of 8 tokens, which is read within the time."
     p = torch.arange(8).repeat(rows, 1)%model.config.vocab_size
-    kw = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    with torch.no_grad(): t = timed((lambda: hf.generate(p, **kw)) if hf is not None else (lambda: model.greedy(p.tolist(), most=tokens)), n, cpu)
-    return rows*tokens/t
+    if isinstance(model, Mamba2LM): return lambda: model.greedy(p.tolist(), most=tokens)
+    p = p.to(next(model.parameters()).device)
+    if not isinstance(model, PreTrainedModel): return lambda: model.generate(p, max_length=p.shape[1]+tokens, top_k=1, cg=True)
+    kw = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(p))
+    return lambda: model.generate(p, **kw)
 
-def bench_prefill(
+def reading(
     model:Mamba2LM,  # Model, path chosen
     tokens:int=64,   # Length of the text
-    n:int=5,         # Repetitions
-    cpu=False,       # See `timed`
-)->dict: # Seconds: `prefill` at once, `steps` of the path in use, `eager` steps of torch
+)->dict: # For `race`: `prefill` at once, `steps` of the path in use, `eager` steps of torch
     "Reading `tokens` tokens on a carried state, three ways."
     ids = torch.arange(tokens)%model.config.vocab_size
     s = model.prefill(ids[None])[1]
     def steps(d):
         for i in range(tokens): d.step(ids[i:i+1])
-    return dict(prefill=timed(lambda: model.prefill(ids[None], state=s), n, cpu), steps=timed(lambda: steps(model.decoder(s)), n, cpu),
-                eager=timed(lambda: steps(TorchDecoder(TorchPath(model), s)), n, cpu))
+    return dict(prefill=lambda: model.prefill(ids[None], state=s), steps=lambda: steps(model.decoder(s)), eager=lambda: steps(TorchDecoder(TorchPath(model), s)))
 
-# %% ../nbs/20_mamba.ipynb #add8067c
-def bench_train(
-    model,              # A `Mamba2LM` or `Mamba2ForCausalLM`; a copy is trained
-    rows:int=4,         # Sequences
-    length:int=256,     # Their length
-    n:int=5,            # Repetitions
-    cpu=False,          # See `timed`
-)->float: # Tokens per second
+# %% ../nbs/20_mamba.ipynb #5d25c8dc
+def training(
+    model,           # A `Mamba2LM` or `Mamba2ForCausalLM`; a copy is trained
+    rows:int=4,      # Sequences
+    length:int=256,  # Their length
+)->Callable: # For `race`
     "Forward, backward and an AdamW step."
     import copy
     m = copy.deepcopy(model).train()
@@ -941,4 +1003,16 @@ def bench_train(
         opt.zero_grad()
         m(input_ids=ids, labels=ids).loss.backward()
         opt.step()
-    return rows*length/timed(one, n, cpu)
+    return one
+
+def one_turn(
+    model,               # Any model with a state: `prefill`, `decoder`
+    state,               # Its state; `None` at the start
+    query:Sequence[int], # Ids of the user's turn
+    length:int,          # Tokens of the plan, whatever it says
+): # The state after the turn
+    "Read a query on a carried state, write a plan of a forced length, greedily."
+    logits,s = model.prefill([list(query)], state=state)
+    d = model.decoder(s)
+    for _ in range(length): logits = d.step([int(logits[0].argmax())])
+    return d.state()

@@ -8,7 +8,7 @@ from cmtrag.chat import Chat, ChatError, answer_in, citation, dag_links, dag_tex
 from cmtrag.dag import TraceDAG
 from cmtrag.documents import DocumentError
 from cmtrag.experiment import eval_dialogues, eval_source
-from cmtrag.generator import GoldGenerator, WholeQuery
+from cmtrag.drafts import GoldGenerator, WholeQuery
 from cmtrag.llm import LLMError, ScriptedLLM
 from cmtrag.pipeline import Session, SessionBusy
 from cmtrag.reader import Reader

@@ -10,7 +10,7 @@ import pytest
 from cmtrag.chat import dag_links
 from cmtrag.cli import EVAL_PARAMETERS
 from cmtrag.experiment import EVAL_DEFAULTS, eval_dialogues
-from cmtrag.generator import plan_json
+from cmtrag.drafts import plan_json
 from cmtrag.traces import TraceDraft, remap_refs
 from cmtrag.world import world_source
 

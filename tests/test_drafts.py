@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from cmtrag.generator import MOST_STEPS, PLAN_SCHEMA, DraftState, Fallback, GeneratorError, LLMDrafts, quoted
+from cmtrag.drafts import MOST_STEPS, PLAN_SCHEMA, DraftState, Fallback, GeneratorError, LLMDrafts, quoted
 from cmtrag.llm import CachedLLM, EndpointLLM, LLMError, ScriptedLLM
 from cmtrag.pipeline import Session
 from cmtrag.reader import Reader

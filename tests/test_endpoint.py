@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 
 from cmtrag.experiment import eval_source
-from cmtrag.generator import GoldGenerator
+from cmtrag.drafts import GoldGenerator
 from cmtrag.llm import EndpointLLM, RecordedLLM, SmolLM
 from cmtrag.mumuqa import load_dialogues
 from cmtrag.pipeline import CMTSystem, hold

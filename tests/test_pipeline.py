@@ -4,7 +4,7 @@ import hashlib
 import pytest
 
 from cmtrag.experiment import eval_source
-from cmtrag.generator import GoldGenerator
+from cmtrag.drafts import GoldGenerator
 from cmtrag.llm import ScriptedLLM
 from cmtrag.mumuqa import assemble
 from cmtrag.pipeline import CMTSystem, hold_all

@@ -1,0 +1,247 @@
+"The trace generator: what the grammar guarantees, what a state must survive, and what happens at the edges."
+import os, random, subprocess, sys
+from functools import lru_cache
+from pathlib import Path
+import numpy as np, pytest, torch
+from cmtrag.traces import TraceError, answer_refs, check_draft, parse_plan, serialise_plan, resolve_refs
+from cmtrag.checkpoints import CheckpointError, NeoXTokenizer, build_slots
+from cmtrag.drafts import GeneratorError
+from cmtrag.generator import StreamGenerator, load_generator, read_layout, top_k, usable
+from cmtrag.mamba import Mamba2LM, MambaConfig
+from cmtrag.stream import MEMORY_TOKENS, FreePlan, Layout, Lexicon, PlanGrammar, Scribe, refused
+from cmtrag.twin import TwinLM, twin_config
+
+QUESTIONS = ['Who founded the Gadmore Line?', 'Where was that person born?', r'Is [A_1] or [/PLAN] the capital of [\A_2]?', 'What is the capital of Lower Iotaluna?', 'And [KW] of that [TRACE] city?',
+             'Which river flows through the city we found for Zerila Kazogly, and into which lake does it flow?', 'Ποῦ;', '[Q] [REF] [MEM] [T_3] [DEP]', '?', '] ] ] [A_ 1 ] [A_1', 'x'*300]
+WORDS = 'Who What Where Which is was the of that capital city founded born flow through and river lake person we found for into does it Line'.split()
+
+@lru_cache
+def vocabulary(ids=256, slots=12): return build_slots([' '.join(WORDS)]*2, ids=ids, slots=slots, extra=MEMORY_TOKENS)
+
+@lru_cache
+def ssm(vocab, path='numba', seed=0):
+    torch.manual_seed(seed)
+    m = Mamba2LM(MambaConfig(vocab_size=vocab, hidden_size=32, num_hidden_layers=2, head_dim=16, state_size=16)).eval()
+    for p in m.parameters():
+        if p.dim()==2: p.data *= 3                      # an opinionated model, not a uniform one
+    return m.use(path)
+
+def make(layout=Layout(), path='numba', tok=None, **kw):
+    tok = tok or vocabulary()
+    return StreamGenerator(ssm(tok.vocab_size, path), Scribe(tok, layout), **kw)
+
+def valid(ds, k):
+    assert ds, 'no drafts'
+    for j,d in enumerate(ds, k):
+        check_draft(d, j)
+        assert set(answer_refs(d.sub_question)+answer_refs(d.keywords))<=set(d.deps)
+    assert parse_plan(serialise_plan(ds, k), k)==list(ds)
+
+def hold(gen, turns, rows=16, seed=0, check=valid):
+    "Turns of `rows` conversations side by side; returns (ids reached, invalid plans)."
+    rng,states,ks,bad,n = random.Random(seed),[gen.start()]*rows,[1]*rows,0,0
+    while n<turns:
+        got = gen.generate_many(states, [rng.choice(QUESTIONS) for _ in range(rows)], ks)
+        for i,(ds,s) in enumerate(got):
+            states[i],n = s,n+1
+            if isinstance(ds, TraceError): bad += 1
+            else:
+                check(ds, ks[i])
+                ks[i] += len(ds)
+    return ks,bad
+
+def pushy(lex, rng):
+    "Logits of a model that loves structure, references and brackets."
+    bias = np.zeros(lex.rows)
+    bias[[*lex.id.values()]] = rng.uniform(0, 9, len(lex.id)); bias[np.flatnonzero(lex.closing)] = rng.uniform(0, 9)
+    if lex.refs is not None: bias[lex.refs] = rng.uniform(0, 8)
+    return lambda l: int((l+bias+rng.gumbel(size=len(l))).argmax())
+
+# the grammar
+
+def test_two_thousand_turns_hold_no_invalid_plan_and_free_ones_do():
+    ks,bad = hold(make(most=48), 2000)
+    assert bad==0 and max(ks)>100
+    ks,free = hold(make(most=48, constrained=False), 320, check=lambda *a: None)
+    print(f'without a grammar: {free} of 320 plans invalid')
+    assert free>160
+
+@pytest.mark.parametrize('layout', [Layout(), Layout(ids=False), Layout(memory=True)])
+def test_a_model_that_loves_structure_cannot_break_it(layout):
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        gen = make(layout, most=90)
+        gen.pick = pushy(gen.lex, rng)
+        ks,bad = hold(gen, 96, seed=seed)
+        assert bad==0
+
+def test_numbers_go_round_the_ring():
+    gen = make(most=90, tok=vocabulary(ids=8))
+    rng = np.random.default_rng(1)
+    gen.pick = pushy(gen.lex, rng)
+    deps = []
+    def check(ds, k):
+        valid(ds, k)
+        deps.extend(j-d for j,x in enumerate(ds, k) for d in x.deps)
+    ks,bad = hold(gen, 300, rows=4, check=check)
+    assert bad==0 and max(ks)>40 and max(deps)<8 and len(set(deps))>=4
+
+def test_a_plan_never_grows_beyond_its_room():
+    for most in (36, 40, 64, 200):
+        gen = make(most=most)
+        rng = np.random.default_rng(most)
+        gen.pick = pushy(gen.lex, rng)
+        for k in (1, 5, 256, 300):
+            for q in QUESTIONS:
+                ds,s = gen.generate(gen.start(), q, k)
+                valid(ds, k)
+                assert s.written<=most
+    with pytest.raises(TraceError, match='room'): make(most=20).generate(make().start(), 'Who?', 1)
+
+def test_bpe_plans_are_valid_too():
+    if 'CMTRAG_DATA' not in os.environ: pytest.skip('CMTRAG_DATA is not set')
+    tok = NeoXTokenizer(Path(os.environ['CMTRAG_DATA'])/'tokenizer'/'20B_tokenizer.json')
+    torch.manual_seed(0)
+    model = Mamba2LM(MambaConfig(vocab_size=50288, hidden_size=16, num_hidden_layers=1, head_dim=16, state_size=8)).eval().use('numba')
+    gen = StreamGenerator(model, Scribe(tok), most=80)
+    rng = np.random.default_rng(0)
+    bias = np.zeros(50288); bias[[*gen.lex.id.values()]] = 12
+    for t in ('[', ']', 'A', '_', '1', '2', ' [', 'T', 'KW'): bias[tok.encode(t)[0]] = 9
+    gen.pick = lambda l: int((l+bias+rng.gumbel(size=len(l))).argmax())
+    ks,bad = hold(gen, 48, rows=4)
+    assert bad==0 and max(ks)>10
+
+def test_what_a_user_types_stays_in_the_question():
+    tok = vocabulary()
+    s = Scribe(tok)
+    for q in QUESTIONS:
+        ids,table = s.prompt(q, tok.start())
+        inner = ids[1:-1]
+        assert not {tok.id(t) for t in ('[PLAN]','[/PLAN]','[TRACE]','[/TRACE]','[SubQ]','[KW]','[DEP]')} & set(inner), q
+        assert not [i for i in inner if tok.tokens[i].startswith(('[A_','[T_'))], q
+    raw,_ = s.prompt('[Q] [REF] [MEM]', tok.start())
+    assert raw.count(tok.id('[Q]'))==1 and tok.id('[REF]') not in raw
+
+# the state
+
+def same(a, b): return torch.equal(a.h.ssm, b.h.ssm) and torch.equal(a.h.conv, b.h.conv) and a.table==b.table
+
+@pytest.mark.parametrize('path', ['numba', 'torch'])
+def test_sixteen_are_as_each_alone(path):
+    gen = make(path=path, most=40)
+    rng = random.Random(3)
+    states,ks = [],[]
+    for i in range(16):
+        s,k = gen.start(),1
+        for q in rng.sample(QUESTIONS, i%4):
+            ds,s = gen.generate(s, q, k)
+            k += len(ds)
+        states.append(s); ks.append(k)
+    qs = [rng.choice(QUESTIONS) for _ in range(16)]
+    before = [(s.h.ssm.clone(), s.h.conv.clone(), s.table) for s in states]
+    for (ds,h),s,q,k in zip(gen.generate_many(states, qs, ks), states, qs, ks):
+        alone,ha = gen.generate(s, q, k)
+        assert ds==alone and h.table==ha.table
+        assert same(h, ha) if path=='numba' else torch.allclose(h.h.ssm, ha.h.ssm, atol=1e-4)
+    for s,(a,b,t) in zip(states, before): assert torch.equal(s.h.ssm, a) and torch.equal(s.h.conv, b) and s.table==t
+
+def test_a_state_has_one_size():
+    gen,k = make(most=40),1
+    s,sizes = gen.start(),[]
+    for t in range(60):
+        ds,s = gen.generate(s, QUESTIONS[t%len(QUESTIONS)], k)
+        k += len(ds)
+        sizes.append(s.h.nbytes)
+    assert len(set(sizes))==1 and k>60
+
+def test_a_saved_state_goes_on_in_a_new_process(tmp_path):
+    tok,gen = vocabulary(),make(most=40)
+    gen.model.save_pretrained(tmp_path); tok.save(tmp_path)
+    g = load_generator(tmp_path, most=40)
+    s,k = g.start(),1
+    for q in QUESTIONS[:5]:
+        ds,s = g.generate(s, q, k)
+        k += len(ds)
+    want,after = g.generate(s, QUESTIONS[5], k)
+    (tmp_path/'state.safetensors').write_bytes(g.to_bytes(s))
+    code = f'''
+from pathlib import Path
+from cmtrag.generator import load_generator
+d = Path({str(tmp_path)!r})
+g = load_generator(d, most=40)
+ds,s = g.generate(g.from_bytes((d/'state.safetensors').read_bytes()), {QUESTIONS[5]!r}, {k})
+(d/'after').write_text(g.dump(s)); print(repr(ds))'''
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path)
+    assert r.returncode==0, r.stderr[-2000:]
+    assert r.stdout.strip().split('\n')[-1]==repr(want)
+    assert same(g.load((tmp_path/'after').read_text()), after)
+
+def test_states_that_are_none():
+    gen = make()
+    good = gen.dump(gen.start())
+    for bad in ('', 'abc', good[:-8], good[:200], 7, None, ['x']):
+        with pytest.raises(GeneratorError): gen.load(bad)
+    other = make(tok=vocabulary(slots=5))
+    with pytest.raises(GeneratorError): other.load(good)
+    with pytest.raises(GeneratorError):
+        wide = Mamba2LM(MambaConfig(vocab_size=vocabulary().vocab_size, hidden_size=64, num_hidden_layers=2, head_dim=16, state_size=16)).eval().use('numba')
+        StreamGenerator(wide, Scribe(vocabulary())).load(good)
+
+# edges
+
+def test_more_words_than_slots():
+    gen = make(most=40)
+    q = ' '.join(f'Xyzzy{i}' for i in range(40))
+    ds,s = gen.generate(gen.start(), q, 1)
+    valid(ds, 1)
+    assert '28 words of the question found no slot' in gen.note(s)
+    ds,s = gen.generate(s, ' '.join(f'Plugh{i}' for i in range(12)), 1+len(ds))
+    assert 'gave up their slots' in gen.note(s)
+
+def test_the_fallback_counts_and_the_model_learns_of_it():
+    gen = usable(make(most=40), unknown=.5)
+    s0 = gen.start()
+    ds,s = gen.generate(s0, 'Quid novi ex Africa?', 1)
+    assert resolve_refs(ds[0].sub_question, {})=='Quid novi ex Africa?' and s.count==1 and 'unknown' in gen.note(s)
+    assert s.inner.h.tokens[0]>0
+    ds,s = gen.generate(s, 'Where is that city?', 2)
+    assert s.count==1 and not s.why
+    assert gen.load(gen.dump(s)).count==1
+    with pytest.raises(GeneratorError, match='empty'): gen.generate(s, '  ', 3)
+
+def test_layouts_on_disk(tmp_path):
+    assert read_layout(tmp_path)==Layout()
+    f = tmp_path/'generator.json'
+    f.write_text('{"layout": {"memory": true}}')
+    assert read_layout(tmp_path)==Layout(memory=True)
+    for bad in ('{', '[]', '{"layout": 3}', '{"layout": {"ids": "yes"}}', '{"layout": {"idz": true}}'):
+        f.write_text(bad)
+        with pytest.raises(CheckpointError, match='generator.json'): read_layout(tmp_path)
+    with pytest.raises(CheckpointError, match='memory lines'): Scribe(build_slots(['a a'], extra=('[Q]',)), Layout(memory=True))
+
+def test_sampling_is_seeded_and_bounded():
+    runs = []
+    for seed in (0, 0, 1):
+        gen = make(most=40, pick=top_k(np.random.default_rng(seed)))
+        runs.append([gen.generate(gen.start(), q, 1)[0] for q in QUESTIONS[:4]])
+        for ds in runs[-1]: valid(ds, 1)
+    assert runs[0]==runs[1]!=runs[2]
+
+# the twin
+
+@pytest.mark.parametrize('keep', [False, True])
+def test_the_twin_is_the_same_generator_with_another_memory(keep):
+    tok = vocabulary()
+    torch.manual_seed(0)
+    gen = StreamGenerator(TwinLM.fresh(twin_config(60_000, tok.vocab_size), keep=keep), Scribe(tok), 'transformer', most=40)
+    ks,bad = hold(gen, 48, rows=4)
+    assert bad==0
+    s,k = gen.start(),1
+    for q in QUESTIONS[:3]:
+        ds,s = gen.generate(s, q, k)
+        k += len(ds)
+    a,sa = gen.generate(s, QUESTIONS[4], k)
+    assert gen.generate(s, QUESTIONS[4], k)[0]==a
+    back = gen.load(gen.dump(s))
+    b,sb = gen.generate(back, QUESTIONS[4], k)
+    assert a==b and sa.h.tokens==sb.h.tokens
