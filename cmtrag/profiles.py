@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_folders', 'read_params', 'check_keys', 'Profile',
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
-           'make_reader']
+           'make_reader', 'generators', 'generator_folder', 'make_trace_generator']
 
-# %% ../nbs/28_profiles.ipynb #2dc5e3c3
+# %% ../nbs/28_profiles.ipynb #0820ca7a
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #1b42e0e3
+# %% ../nbs/28_profiles.ipynb #6f590f29
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -25,7 +25,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #099f6c7f
+# %% ../nbs/28_profiles.ipynb #47340f55
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -40,7 +40,7 @@ def read_params(
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #050706c4
+# %% ../nbs/28_profiles.ipynb #d4588774
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -55,7 +55,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #d9dd68bc
+# %% ../nbs/28_profiles.ipynb #85f1a850
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -67,9 +67,11 @@ class Profile:
     threshold:float=.05       # Similarity that lookup must exceed
     keywords:str='resolved'   # Or `literal`
     reader:str='span'         # A name of `readers.yaml`
+    generator:str='small'     # Trace generator: one that the package ships, or a checkpoint folder
+    unknown:float=.6          # Share of unknown words above which a question is not taken apart
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #1dbd5259
+# %% ../nbs/28_profiles.ipynb #50807a8e
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -84,13 +86,13 @@ def load_profile(
     if name not in profile_names(): raise ProfileError(f'unknown profile {name!r}; allowed: {", ".join(profile_names())}')
     known = {f.name: f.default for f in dataclasses.fields(Profile) if f.name!='name'}
     p = Profile(name, **check_keys(read_params(name), known, f'profile {name}'))
-    for k,ok in dict(k=p.k>=1, window=p.window>=0, threshold=0<=p.threshold<1, keywords=p.keywords in ('resolved', 'literal'), workers=p.workers>=1).items():
+    for k,ok in dict(k=p.k>=1, window=p.window>=0, threshold=0<=p.threshold<1, keywords=p.keywords in ('resolved', 'literal'), workers=p.workers>=1, unknown=0<=p.unknown<=1).items():
         if not ok: raise ProfileError(f'profile {name}: {k} is {getattr(p, k)!r}, which is not possible')
     if p.encoder not in ENCODERS: raise ProfileError(f'profile {name}: unknown encoder {p.encoder!r}; allowed: {", ".join(ENCODERS)}')
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #61590757
+# %% ../nbs/28_profiles.ipynb #a39008a2
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -116,7 +118,7 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #bcbb82e2
+# %% ../nbs/28_profiles.ipynb #3d8a1304
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('span', 'smollm', 'endpoint')
 
@@ -138,7 +140,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #4bcfa939
+# %% ../nbs/28_profiles.ipynb #54bd0618
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
@@ -171,3 +173,31 @@ def make_reader(
     d = readers()[name]
     prompt = d['prompt'] if d['prompt'] in ('auto', *PROMPTS) else resolve_path(d['prompt'])
     return Reader(llm, prompt=prompt, max_tokens=d['max_tokens'])
+
+# %% ../nbs/28_profiles.ipynb #f1b855c4
+def generators():
+    "Names of the trace generators that the package ships."
+    return sorted(p.parent.name for p in (Path(cmtrag.__file__).parent/'data'/'generators').glob('*/config.json'))
+
+def generator_folder(
+    profile:Profile, # Gives the default
+    name:str='',     # Name or folder asked for
+)->Path:
+    "The checkpoint behind a name; `ProfileError` lists what there is."
+    name = name or os.environ.get('CMTRAG_GENERATOR', '') or profile.generator
+    if name in generators(): return Path(cmtrag.__file__).parent/'data'/'generators'/name
+    f = Path(resolve_path(name))
+    if (f/'config.json').is_file(): return f
+    raise ProfileError(f"no trace generator {name!r}; shipped: {', '.join(generators()) or 'none'}. For one of yours give its checkpoint folder (generator in the profile, or CMTRAG_GENERATOR)")
+
+def make_trace_generator(
+    profile:Profile, # Gives the default
+    name:str='',     # Name or folder asked for
+    **kw             # Further arguments of `load_generator`
+):
+    "The trace generator with its fallback (Section 3.1); `ProfileError` or `CheckpointError` when it can't be had."
+    folder = generator_folder(profile, name)
+    import torch
+    from cmtrag.generator import load_generator, usable
+    gpu = dict(path='cuda', device='cuda', dtype=torch.bfloat16) if torch.cuda.is_available() else {}
+    return usable(load_generator(folder, **gpu | kw), profile.unknown)

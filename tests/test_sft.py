@@ -31,27 +31,25 @@ def small(): return load_recipe('sft-small', model=TINY, tokens=40_000, every=8)
 
 # --- a run that is killed ---
 
-RUN = '''
-import sys
-sys.path.insert(0, sys.argv[2])
-from test_sft import *
-made = data(60, 20, 4)
-scribe = scribe_for(made)
-r = load_recipe('sft-small', model=TINY, tokens=60_000, every=6)
-train,dev = TurnStream(scribe, made, r),TurnStream(scribe, {k: v[:3] for k,v in made.items()}, r, moving=False)
-m,infos = train_generator(new_model(r, scribe.tok.vocab_size), r, train, dev, sys.argv[1])
-save_generator(sys.argv[1]+'/generator', m, scribe, half=False)
-print('resumed at', infos[0]['resumed_at'])
-'''
+def one_run(folder):
+    made = data(60, 20, 4)
+    scribe = scribe_for(made)
+    r = load_recipe('sft-small', model=TINY, tokens=60_000, every=6)
+    train,dev = TurnStream(scribe, made, r),TurnStream(scribe, {k: v[:3] for k,v in made.items()}, r, moving=False)
+    m,infos = train_generator(new_model(r, scribe.tok.vocab_size), r, train, dev, folder)
+    save_generator(Path(folder)/'generator', m, scribe, half=False)
+    print('resumed at', infos[0]['resumed_at'])
+
+RUN = 'import sys; sys.path.insert(0, sys.argv[2]); from test_sft import one_run; one_run(sys.argv[1])'
 
 def start(folder):
     env = {**os.environ, 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(ROOT)}
     return subprocess.Popen([sys.executable, '-c', RUN, str(folder), str(ROOT/'tests')], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 def test_a_killed_run_is_the_run(tmp_path):
-    whole,torn = start(tmp_path/'whole'),start(tmp_path/'torn')
+    torn = start(tmp_path/'torn')
     work = tmp_path/'torn'/'phase-0'
-    end = time.time()+120
+    end = time.time()+400
     while not list(work.glob('checkpoint-*/complete')):
         assert torn.poll() is None and time.time()<end, torn.stdout.read()
         time.sleep(.02)
@@ -59,11 +57,10 @@ def test_a_killed_run_is_the_run(tmp_path):
     assert not (work/'done.json').exists()
     (work/'checkpoint-999').mkdir()                                 # a checkpoint that was being written
     again = start(tmp_path/'torn')
-    out,_ = again.communicate(timeout=200)
+    one_run(tmp_path/'whole')                                       # in this process, while the other goes on
+    out,_ = again.communicate(timeout=400)
     assert again.returncode==0, out
     assert int(out.split('resumed at')[1].split()[0])>0
-    said,_ = whole.communicate(timeout=200)
-    assert whole.returncode==0, said
     a,b = ((tmp_path/n/'generator'/'model.safetensors').read_bytes() for n in ('whole','torn'))
     assert a==b
     steps = lambda n: [(r['step'], r.get('loss'), r.get('eval_loss')) for r in read_curve(tmp_path/n)]
@@ -72,23 +69,26 @@ def test_a_killed_run_is_the_run(tmp_path):
 # --- it learns ---
 
 def test_a_minute_of_training_learns(tmp_path):
-    "Loss on held-out single turns falls to a third, and plans that match come from nowhere."
-    made = data(900, 40, 4)
+    "On held-out single turns the loss falls below a quarter; half a plan's links and its first whole sub-questions come out of nothing."
+    made = data(600, 40, 4)
     scribe = scribe_for(made, at_least=8)
-    r = load_recipe('sft-small', model=dict(hidden_size=96, num_hidden_layers=2, state_size=32, head_dim=32), tokens=420_000, every=1000, batch_tokens=1280, rate=4e-3,
+    r = load_recipe('sft-small', model=dict(hidden_size=64, num_hidden_layers=2, state_size=32, head_dim=32), tokens=420_000, every=1000, batch_tokens=640, rate=8e-3, beta2=.99,
                     stages=dict(single=dict(mix=dict(single=1.), share=1., max_length=1024)))
-    held = {'single': made['single'][-40:]}
-    train,dev = TurnStream(scribe, {'single': made['single'][:-40]}, r),TurnStream(scribe, held, r, moving=False)
+    train,dev = (TurnStream(scribe, {'single': ds}, r, moving=m) for ds,m in ((made['single'][:-40], True), (made['single'][-40:], False)))
     model = new_model(r, scribe.tok.vocab_size)
-    before = validation_loss(model, dev)['loss']
+    look = lambda: (validation_loss(model, dev)['loss'], score_plans(StreamGenerator(model, scribe, most=150), made['single'][-40:]))
+    model.use('numba')
+    before,none = look()
+    model.use('torch')
     t = time.process_time()
     model,_ = train_generator(model, r, train, dev, tmp_path)
     spent = time.process_time()-t
-    after = validation_loss(model, dev)['loss']
-    s = score_plans(StreamGenerator(model.use('numba'), scribe), held['single'])
-    print(f'{before:.2f} -> {after:.2f} in {spent:.0f} s of CPU; plans {s["plan"]:.2f}, sub-questions {s["sub_question"]:.2f}')
-    assert before>6 and after<before/3
-    assert s['sub_question']>.1
+    model.use('numba')
+    after,some = look()
+    print(f"loss {before:.2f} -> {after:.2f} in {spent:.0f} s of CPU; links within a turn {none['within']['f1']:.2f} -> {some['within']['f1']:.2f}, sub-questions {none['sub_question']:.2f} -> {some['sub_question']:.2f}")
+    assert before>6 and after<before/4
+    assert none['within']['f1']<.1 and some['within']['f1']>.3
+    assert none['sub_question']==0 and some['sub_question']>.05
 
 def test_a_rate_that_is_too_high_is_named(made, scribe, small, tmp_path):
     r = dataclasses.replace(small, rate=1e30, clip=1e30, warmup=0.)
