@@ -13,7 +13,7 @@ setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
     author=cfg['author'], license='Apache-2.0',
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
-    packages=find_packages(include=['cmtrag', 'cmtrag.*']), package_data={'cmtrag': ['params/*.yaml', 'data/*', 'data/span/*']},
+    packages=find_packages(include=['cmtrag', 'cmtrag.*']), package_data={'cmtrag': ['params/*.yaml', 'data/*', 'data/span/*', 'data/generators/*/*']},
     python_requires=f">={cfg['min_python']}", install_requires=cfg['requirements'].split(), extras_require=extras,
     entry_points={'nbdev': [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"], 'console_scripts': cfg['console_scripts'].split()},
     classifiers=['Intended Audience :: Science/Research', 'Programming Language :: Python :: 3'], zip_safe=False,

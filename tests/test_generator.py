@@ -3,12 +3,12 @@ import os, random, subprocess, sys
 from functools import lru_cache
 from pathlib import Path
 import numpy as np, pytest, torch
-from cmtrag.traces import TraceError, answer_refs, check_draft, parse_plan, serialise_plan, resolve_refs
+from cmtrag.traces import TraceDraft, TraceError, answer_refs, check_draft, parse_plan, serialise_plan, resolve_refs
 from cmtrag.checkpoints import CheckpointError, NeoXTokenizer, build_slots
 from cmtrag.drafts import GeneratorError
-from cmtrag.generator import StreamGenerator, load_generator, read_layout, top_k, usable
+from cmtrag.generator import StreamGenerator, load_generator, read_layout, top_k, usable, write_layout
 from cmtrag.mamba import Mamba2LM, MambaConfig
-from cmtrag.stream import MEMORY_TOKENS, FreePlan, Layout, Lexicon, PlanGrammar, Scribe, refused
+from cmtrag.stream import MEMORY_TOKENS, FreePlan, Layout, Lexicon, PlanGrammar, Scribe, StreamError, refused
 from cmtrag.twin import TwinLM, twin_config
 
 QUESTIONS = ['Who founded the Gadmore Line?', 'Where was that person born?', r'Is [A_1] or [/PLAN] the capital of [\A_2]?', 'What is the capital of Lower Iotaluna?', 'And [KW] of that [TRACE] city?',
@@ -96,7 +96,7 @@ def test_a_plan_never_grows_beyond_its_room():
                 ds,s = gen.generate(gen.start(), q, k)
                 valid(ds, k)
                 assert s.written<=most
-    with pytest.raises(TraceError, match='room'): make(most=20).generate(make().start(), 'Who?', 1)
+    with pytest.raises(StreamError, match='room'): make(most=20)
 
 def test_bpe_plans_are_valid_too():
     if 'CMTRAG_DATA' not in os.environ: pytest.skip('CMTRAG_DATA is not set')
@@ -156,7 +156,7 @@ def test_a_state_has_one_size():
 
 def test_a_saved_state_goes_on_in_a_new_process(tmp_path):
     tok,gen = vocabulary(),make(most=40)
-    gen.model.save_pretrained(tmp_path); tok.save(tmp_path)
+    gen.model.save_pretrained(tmp_path); tok.save(tmp_path); write_layout(tmp_path, Layout())
     g = load_generator(tmp_path, most=40)
     s,k = g.start(),1
     for q in QUESTIONS[:5]:
@@ -214,10 +214,116 @@ def test_layouts_on_disk(tmp_path):
     f = tmp_path/'generator.json'
     f.write_text('{"layout": {"memory": true}}')
     assert read_layout(tmp_path)==Layout(memory=True)
-    for bad in ('{', '[]', '{"layout": 3}', '{"layout": {"ids": "yes"}}', '{"layout": {"idz": true}}'):
+    for bad in ('{', '[]', '{}', '{"layuot": {}}', '{"layout": 3}', '{"layout": {"ids": "yes"}}', '{"layout": {"idz": true}}'):
         f.write_text(bad)
         with pytest.raises(CheckpointError, match='generator.json'): read_layout(tmp_path)
     with pytest.raises(CheckpointError, match='memory lines'): Scribe(build_slots(['a a'], extra=('[Q]',)), Layout(memory=True))
+
+def folder(tmp_path, layout=Layout()):
+    gen = make(layout, most=40)
+    gen.model.save_pretrained(tmp_path); vocabulary().save(tmp_path); write_layout(tmp_path, layout)
+    return gen
+
+def test_damaged_folders_name_the_file(tmp_path):
+    folder(tmp_path)
+    load_generator(tmp_path)
+    for name,bad in (('config.json', b''), ('config.json', b'[]'), ('config.json', b'5'), ('config.json', b'\xff\xfe'), ('generator.json', b'{'), ('model.safetensors', b''),
+                     ('slot_tokenizer.json', b'[1]'), ('slot_tokenizer.json', (tmp_path/'slot_tokenizer.json').read_bytes().replace(b'Who', b'Wha'))):
+        was = (tmp_path/name).read_bytes()
+        (tmp_path/name).write_bytes(bad)
+        with pytest.raises(CheckpointError, match=name): load_generator(tmp_path)
+        (tmp_path/name).write_bytes(was)
+    for name in ('config.json', 'generator.json'):
+        was = (tmp_path/name).read_bytes()
+        (tmp_path/name).unlink()
+        with pytest.raises(CheckpointError, match=name): load_generator(tmp_path)
+        (tmp_path/name).write_bytes(was)
+    load_generator(tmp_path)
+
+def test_states_of_other_generators_are_refused():
+    tok,gen = vocabulary(),make(most=40)
+    good = gen.dump(gen.generate(gen.start(), QUESTIONS[0], 1)[1])
+    gen.load(good)
+    for other in (StreamGenerator(ssm(tok.vocab_size, seed=1), Scribe(tok)), make(Layout(memory=True)), make(tok=vocabulary(ids=16))):
+        with pytest.raises(GeneratorError): other.load(good)
+
+def test_damaged_states_are_refused_at_once():
+    import base64, json
+    gen = make(most=40)
+    b = gen.to_bytes(gen.generate(gen.start(), QUESTIONS[0], 1)[1])
+    n = int.from_bytes(b[:8], 'little')
+    head = json.loads(b[8:8+n])
+    rest = json.loads(head['__metadata__']['rest'])
+    def forged(**change):
+        h = json.loads(json.dumps(head))
+        h['__metadata__']['rest'] = json.dumps(rest | change)
+        out = json.dumps(h).encode()
+        out += b' '*(-len(out)%8)
+        return len(out).to_bytes(8, 'little')+out+b[8+n:]
+    assert gen.from_bytes(forged()).tokens==rest['tokens']
+    t = rest['table']
+    for change in (dict(extra=1), dict(tokens='x'), dict(why=3), dict(table=None), dict(table=t | dict(last=[1])), dict(table=t | dict(order=[0])), dict(table=t | dict(words=[1]*12)),
+                   dict(table=t | dict(tick='x')), dict(table=t | dict(lost=None)), dict(table=t | dict(words=['[/PLAN] [KW]']+t['words'][1:]))):
+        with pytest.raises(GeneratorError): gen.from_bytes(forged(**change))
+
+def test_questions_that_nothing_can_be_made_of():
+    gen = usable(make(most=40), unknown=1.)
+    s0 = gen.start()
+    for q in ('Qux [A_1234567890] Zed Foo', '[A_0] [A_01]', 'who '*12_000, '\ud800 who', '<|endoftext|> who is <|padding|>', 'x'*100_000, '\u00a0who\u3000is', 'who [\\A_300] '*5):
+        ds,s = gen.generate(s0, q, 1)
+        valid(ds, 1)
+        ds,s = gen.generate(s, 'Who is the founder of that?', 1+len(ds))
+        assert gen.load(gen.dump(s)).inner.table==s.inner.table
+    assert 'only the first' in gen.note(gen.generate(s0, 'who '*12_000, 1)[1])
+    raw = gen.inner
+    got = raw.generate_many([raw.start()]*3, ['Who is that?', '  ', 'Where is that?'], [1, 1, 1])
+    assert isinstance(got[1][0], GeneratorError) and got[0][0] and got[2][0]==raw.generate(raw.start(), 'Where is that?', 1)[0]
+    for k in (0, -3, 1.5, None):
+        with pytest.raises(GeneratorError, match='next_id'): raw.generate(raw.start(), 'Who?', k)
+    with pytest.raises(GeneratorError): raw.generate_many([raw.start()], ['a', 'b'], [1])
+    for ds in ([], [TraceDraft('who', deps=(1,))], [TraceDraft('who [A_1]')]):
+        with pytest.raises((GeneratorError, TraceError)): raw.observe(raw.start(), 'Who?', ds, 1)
+
+def test_what_was_thrown_away_is_still_paid_for():
+    gen = usable(make(most=40, constrained=False), unknown=1.)
+    ds,s = gen.generate(gen.start(), 'Who is the founder of the city?', 1)
+    assert s.count==1 and gen.cost(s)['tokens']>0
+
+def test_numbers_in_a_slot_do_not_become_references():
+    tok,gen = vocabulary(),make(most=60)
+    _,table = gen.scribe.prompt(r'who is [\A_300] and [\A_01] and [A_7] and [A_1234567890]', tok.start())
+    one = lambda w: tok.first_slot+table.words.index(w)
+    join,a,b = tok.id('[+]') if '[+]' in tok._fixed else None,tok._words['['],tok._words[']']
+    for word,k,ok in (('A_300', 60, False), ('A_01', 60, False), ('A_7', 60, True), ('A_7', 5, False), ('A_1234567890', 60, False)):
+        g = PlanGrammar(gen.lex, k, table, 60)
+        for i in [gen.lex.id['[TRACE]'], *gen.scribe.number(k), gen.lex.id['[SubQ]'], tok._words['who'] if 'who' in tok._words else tok._words['Who'], a, join, one(word), join]: g.push(i)
+        assert g.options()[b] and g.sound(b)==ok, word
+
+def test_memory_lines_point_back_and_within_reach():
+    tok = vocabulary(ids=8)
+    s,t = Scribe(tok, Layout(memory=True)),vocabulary(ids=8).start()
+    far,_ = s.plan([TraceDraft('who')], 60, t, refs=[('who', 1)])
+    assert tok.id('[REF]') not in far
+    near,_ = s.plan([TraceDraft('who')], 60, t, refs=[('who', 58)], memory=[['', 'who']])
+    assert refused(Lexicon(s, tok.vocab_size), near, 60, t) is None or tok.unk in near
+    for j in (60, 61, 0):
+        with pytest.raises(TraceError): s.plan([TraceDraft('who')], 60, t, refs=[('who', j)])
+
+def test_white_space_bytes_are_no_sub_question():
+    if 'CMTRAG_DATA' not in os.environ: pytest.skip('CMTRAG_DATA is not set')
+    s = Scribe(NeoXTokenizer(Path(os.environ['CMTRAG_DATA'])/'tokenizer'/'20B_tokenizer.json'))
+    lex = Lexicon(s, 50288)
+    for ids in ([126, 243], [159, 211, 211], [126, 216]):
+        g = PlanGrammar(lex, 1, None, 200)
+        for i in [lex.id['[TRACE]'], *s.number(1), lex.id['[SubQ]'], *ids]: g.push(i)
+        assert not g._text().strip() and not g.options()[lex.id['[KW]']]
+
+def test_a_model_without_numbers_is_an_error():
+    gen = make(most=40)
+    g = PlanGrammar(gen.lex, 1, gen.start().table, 40)
+    for bad in (np.nan, -np.inf):
+        with pytest.raises(StreamError, match='no usable number'): g.choose(np.full(gen.lex.rows, bad))
+    with pytest.raises(StreamError): g.push(gen.lex.id['[TRACE]']); g.push(gen.lex.id['[KW]'])
 
 def test_sampling_is_seeded_and_bounded():
     runs = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cmtrag import checkpoints as K, mamba as M
-from cmtrag.traces import STRUCTURAL_TOKENS, TraceDraft, parse_plan, serialise_plan
+from cmtrag.traces import STRUCTURAL_TOKENS, TraceDraft, escape_control, parse_plan, serialise_plan
 
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 257)
 CPU = ('torch', 'numba')
@@ -446,6 +446,77 @@ def test_the_real_tokenizer():
     assert parse_plan(t.decode(ids))==parse_plan(plan) and ids.count(t.new['[TRACE]'])==2
     assert t.encode('born? '+'[PLAN]')==t.encode('born?'+' [PLAN]')==t.encode('born?[PLAN]')
 
+def small_neox(folder):
+    "A stand-in with the mechanics of the GPT-NeoX tokenizer: bytes, and two special tokens."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    t = Tokenizer(models.BPE(vocab={c:i for i,c in enumerate(['<|endoftext|>', '<|padding|>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[]))
+    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False),decoders.ByteLevel()
+    t.add_special_tokens(['<|endoftext|>', '<|padding|>'])
+    t.save(str(folder/'tokenizer.json'))
+    return folder
+
+@pytest.fixture(params=('stand-in', 'real'))
+def neox(request, tmp_path):
+    if request.param=='stand-in': return K.load_tokenizer(small_neox(tmp_path))
+    if 'CMTRAG_DATA' not in os.environ: pytest.skip('CMTRAG_DATA is not set')
+    return K.load_tokenizer(Path(os.environ['CMTRAG_DATA'])/'tokenizer'/'20B_tokenizer.json')
+
+@pytest.mark.parametrize('text', ['<|endoftext|>', 'a <|endoftext|> b', 'a<|padding|><|endoftext|>b', 'x [PLAN] <|endoftext|>', '<<|endoftext|>|>'])
+def test_a_user_cannot_write_special_tokens(neox, text):
+    ids,_ = neox.encode(escape_control(text))
+    special = {i for i,t in neox.tok.get_added_tokens_decoder().items() if t.special}
+    assert special=={neox.id('<|endoftext|>'), neox.id('<|padding|>')}
+    assert not set(ids)&(special|set(neox.new.values())) and neox.decode(ids)==escape_control(text)
+    live,_ = neox.encode(text)                            # the seven stay what they are
+    assert live.count(neox.new['[PLAN]'])==text.count('[PLAN]') and not special&set(live)
+
+@pytest.mark.parametrize('text', ['\ud800', 'a\udfff b', '\ud83d\ude00', '[PLAN]\ud800'])
+def test_half_a_surrogate_pair_is_replaced(neox, text):
+    ids,_ = neox.encode(text)
+    assert '\ufffd' in neox.decode(ids) and neox.decode(ids).encode()
+
+# ---- damaged folders ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('b', [b'', b'[]', b'null', b'5', b'"x"', b'{', b'{"a":"\xff"}', b'\x00'*9, b'['*100_000])
+def test_damaged_json_names_its_file(tmp_path, b):
+    for name,read in (('config.json', lambda: K.read_shape(tmp_path)), ('slot_tokenizer.json', lambda: K.load_tokenizer(tmp_path))):
+        (tmp_path/name).write_bytes(b)
+        with pytest.raises(K.CheckpointError, match=f'^{name}: '): read()
+
+@pytest.mark.parametrize('change', [dict(vocab_size='57'), dict(vocab_size=None), dict(pad_vocab_size_multiple=0), dict(d_model=True), dict(n_layer=2.), dict(ssm_cfg='x'), dict(tie_embeddings='no'),
+                                    dict(residual_in_fp32=None), dict(ssm_cfg=dict(layer='Mamba2', d_conv='4'))])
+def test_configurations_with_wrong_types(tmp_path, change):
+    (tmp_path/'config.json').write_text(json.dumps(SS|change), encoding='utf-8')
+    with pytest.raises(K.CheckpointError, match='^config.json: .*must be'): K.read_shape(tmp_path)
+
+@pytest.mark.parametrize('cut', [0, 4, 50, -1])
+def test_damaged_weights_name_their_file(tmp_path, cut):
+    make().save_pretrained(tmp_path)
+    f = tmp_path/'model.safetensors'
+    f.write_bytes(f.read_bytes()[:cut])
+    with pytest.raises(K.CheckpointError, match='^model.safetensors: empty, cut off'): K.read_tensors(tmp_path, K.read_shape(tmp_path))
+
+def test_a_damaged_conversion_is_named(tmp_path):
+    published(tmp_path/'m')
+    (tmp_path/'m'/'pytorch_model.safetensors').write_bytes(b'')
+    with pytest.raises(K.CheckpointError, match='^pytorch_model.safetensors: empty, cut off'): K.convert_bin(tmp_path/'m'/'pytorch_model.bin')
+
+WORDS = dict(words=['is', 'that'], ids=4, slots=3, extra=['[Q]'])
+@pytest.mark.parametrize('field,change', [('words', dict(words=3)), ('words', dict(words=['a', None])), ('words', dict(words=['is', 'is'])), ('words', dict(words=['a b'])), ('words', dict(words=[''])),
+    ('ids', dict(ids=True)), ('ids', dict(ids=1)), ('ids', dict(ids=2.)), ('ids', dict(ids=None)), ('slots', dict(slots=False)), ('slots', dict(slots=0)), ('slots', dict(slots='3')),
+    ('extra', dict(extra='[Q]')), ('extra', dict(extra=[1])), ('extra', dict(extra=['[S_0]'])), ("'more'", dict(more=1)), ('embedding of 900 rows', dict(slots=10**15))])
+def test_damaged_slot_vocabularies(tmp_path, field, change):
+    (tmp_path/'slot_tokenizer.json').write_text(json.dumps(WORDS), encoding='utf-8')
+    assert K.load_tokenizer(tmp_path, 900).vocab_size<900
+    (tmp_path/'slot_tokenizer.json').write_text(json.dumps(WORDS|change), encoding='utf-8')
+    with pytest.raises(K.CheckpointError, match=f'^slot_tokenizer.json: .*{field}'): K.load_tokenizer(tmp_path, 900)
+
+def test_tokenizer_folders_say_what_is_missing(tmp_path):
+    with pytest.raises(K.CheckpointError, match='neither slot_tokenizer.json .* nor tokenizer.json'): K.load_tokenizer(tmp_path)
+    (tmp_path/'tokenizer.json').write_bytes(b'{}')
+    with pytest.raises(K.CheckpointError, match='^tokenizer.json: cannot be read'): K.load_tokenizer(tmp_path)
+    with pytest.raises(K.CheckpointError, match='^tokenizer.json: 265 tokens do not fit into an embedding of 264 rows'): K.load_tokenizer(small_neox(tmp_path), 264)
+
 # ---- slots -------------------------------------------------------------------------------------------------------------------
 
 def test_slots_run_out_and_the_oldest_word_goes():
@@ -471,6 +542,55 @@ def test_slot_text_round_trips():
         ids,table = t.encode(s, t.start())
         assert t.decode(ids, table)==s, s
         assert all(0<=i<t.vocab_size for i in ids)
+
+def test_escaped_text_holds_no_control_token():
+    "Whatever is written: after `escape_control` no piece is a control token, and `encode` has nothing to refuse."
+    rng,t = random.Random(7),K.SlotTokenizer(['is'], ids=4, slots=8)
+    control = {t.id(x) for x in (*STRUCTURAL_TOKENS, *(f'[{c}_{k}]' for c in 'TA' for k in range(1, 5)))}
+    parts = ['[', '[', '[', ']', ']', ']', 'A_', 'A_', 'T_', 'KW', 'DEP', 'PLAN', '/', 'TRACE', 'SubQ', '\\', ' ', 'x', '-', "'s", '\u0663', '\ud800', '1234567890', '999999999', *map(str, range(10))]
+    texts = [''.join(rng.choice(parts) for _ in range(rng.randint(1, 20))) for _ in range(3000)] + ['[A_1234567890]', '[T_1234567890]', '[A_999999999]', '[A_0]', '[[A_1]]', '[\\[KW]', '[A_\u0663]']
+    live = 0
+    for s in texts:
+        ids,table = t.encode(escape_control(s), t.start())
+        assert not control&set(ids), s
+        own = [w for w,_ in K.pieces(s) if K._control.fullmatch(w)]
+        live += len(own)
+        assert all(escape_control(w)!=w for w in own)
+    assert live>100
+    for s in ('[A_1234567890]', '[T_1234567890]'): assert t.decode(*t.encode(s, t.start()))==s   # not escaped: still nothing but text
+
+def test_a_table_has_a_greatest_size():
+    "Long words get no slot; whatever is said, a table takes no more than `table_bytes`."
+    t = K.SlotTokenizer(['is'], ids=4, slots=6)
+    ids,s = t.encode('is '+'x'*64+' '+'y'*65+' '+'z'*10**6, t.start())
+    assert s.lost==2 and t.decode(ids, s)=='is '+'x'*64+' [UNK] [UNK]' and 'x'*64 in s.words
+    rng = random.Random(1)
+    for _ in range(200):
+        _,s = t.encode(' '.join(rng.choice('xé\U0001d538')*rng.randint(1, 200)+str(rng.random())[2:] for _ in range(rng.randint(1, 9))), s)
+        assert s.nbytes==len(json.dumps(s.dump()).encode())<=K.table_bytes(6)
+    _,s = t.encode(' '.join('\U0001d538'*63+c for c in '𝔸𝔹𝔻𝔼𝔽𝔾'), s)
+    assert .8*K.table_bytes(6)<s.nbytes<=K.table_bytes(6)
+
+def test_tables_round_trip():
+    rng,t = random.Random(2),K.SlotTokenizer(['is'], ids=4, slots=5)
+    s = t.start(rng)
+    for _ in range(300):
+        _,s = t.encode(''.join(rng.choice(['Ka', 'Lo', "'s", '-', ' ', '\x00', '—', '@', '[', "O'Neil", 'é', '_', '’', '\ud800']) for _ in range(8)), s)
+        assert K.SlotTable.load(json.loads(json.dumps(s.dump())))==s
+
+TABLE = dict(words=['Kel', 'Mar', ''], last=[1, 2, -1], order=[2, 0, 1], tick=2, evicted=0, lost=1)
+@pytest.mark.parametrize('field,change', [('words', dict(words='abc')), ('words', dict(words=['Kel', 1, ''])), ('words', dict(words=['Kel', '[A_1]', ''])), ('words', dict(words=['Kel', '[KW]', ''])),
+    ('words', dict(words=['Kel', 'a b', ''])), ('words', dict(words=['Kel', ' ', ''])), ('words', dict(words=['Kel', 'a\nb', ''])), ('words', dict(words=['Kel', 'Kel', ''])), ('words', dict(words=['Kel', 'x'*65, ''])),
+    ('last', dict(last=[1, 2])), ('last', dict(last=[1, 2, None])), ('last', dict(last=[1, 2, True])), ('last', dict(last=[1, 3, -1])), ('last', dict(last=[1, 2, -2])),
+    ('order', dict(order=[0, 1])), ('order', dict(order=[0, 1, 1])), ('order', dict(order=[1, 2, 3])), ('order', dict(order=['0', '1', '2'])), ('order', dict(order={})),
+    ('tick', dict(tick=-1)), ('tick', dict(tick=2.)), ('tick', dict(tick=True)), ('evicted', dict(evicted=None)), ('lost', dict(lost='1')), ("'more'", dict(more=0))])
+def test_damaged_tables_are_refused(field, change):
+    assert K.SlotTable.load(TABLE).dump()==TABLE
+    with pytest.raises(K.CheckpointError, match=f'^slot table: {field} '): K.SlotTable.load(TABLE|change)
+    for k in TABLE:
+        with pytest.raises(K.CheckpointError, match=f"'{k}' is missing"): K.SlotTable.load({x:v for x,v in TABLE.items() if x!=k})
+    for d in (None, [], 'x', 5):
+        with pytest.raises(K.CheckpointError, match='^slot table: '): K.SlotTable.load(d)
 
 def test_extra_tokens_cannot_be_written():
     t = K.SlotTokenizer(['Q'])
