@@ -11,9 +11,10 @@ export TOKENIZERS_PARALLELISM = false
 export OMP_WAIT_POLICY = PASSIVE
 export PYTHONWARNINGS ?= ignore
 
-.PHONY: help setup eval test soak lab export readme check clean
+.PHONY: help setup eval train train-twin test soak lab export readme check clean
 help:
 	@echo 'make eval    run the evaluation on the embedded default and print the table (ARGS="-p limit 4" to change parameters)'
+	@echo 'make train   train the shipped trace generator again, from nothing (about 45 minutes on one core); make train-twin: its Transformer twin'
 	@echo 'make test    all tests; ends with N passed, M failed'
 	@echo 'make soak    the long fault, fuzz and endpoint runs'
 	@echo 'make lab     JupyterLab on the notebooks'
@@ -32,6 +33,12 @@ $(VENV)/.installed: settings.ini setup.py
 eval: setup
 	@mkdir -p outputs/40_eval
 	@bash -o pipefail -c "$(BIN)/papermill nbs/40_eval.ipynb outputs/40_eval/_last.ipynb --log-output --no-progress-bar $(ARGS) 2>&1 \
+	  | grep --line-buffered -Ev '^((Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|$$)'"
+
+RUN = $(BIN)/papermill nbs/43_sft.ipynb outputs/43_sft/_last.ipynb --log-output --no-progress-bar -p ultra True -p wordings True
+train train-twin: setup
+	@mkdir -p outputs/43_sft
+	@bash -o pipefail -c "$(RUN) $(if $(filter train-twin,$@),-p generator transformer) $(ARGS) 2>&1 \
 	  | grep --line-buffered -Ev '^((Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|$$)'"
 
 test: setup

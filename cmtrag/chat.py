@@ -8,7 +8,7 @@ __all__ = ['TRANSCRIPT', 'COMMANDS', 'GENERATORS', 'ChatError', 'plain', 'one_li
            'dag_links', 'Chat', 'documents_home', 'Indexed', 'read_documents', 'index_documents', 'make_generator',
            'open_chat']
 
-# %% ../nbs/29_chat.ipynb #a03f723d
+# %% ../nbs/29_chat.ipynb #03a480e5
 import contextlib, difflib, hashlib, json, os, re, shutil, sys
 from datetime import datetime
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from .sources import Corpus
 from .runs import cache_root
 from .documents import DocumentError, Documents, read_folder, show_name
 from .llm import LLMError
-from .drafts import WholeQuery
+from .drafts import ForeignState, WholeQuery
 from .dag import TraceDAG, lanes
 from .retrieval import Retriever, index_for
 from .pipeline import Session, Step
-from .profiles import ProfileError, load_profile, make_encoder, make_reader, make_retriever, reader_name, readers
+from .profiles import ProfileError, load_profile, make_encoder, make_reader, make_retriever, make_trace_generator, reader_name, readers
 
-# %% ../nbs/29_chat.ipynb #048191e7
+# %% ../nbs/29_chat.ipynb #d3174b7e
 class ChatError(ValueError):
     "What was typed cannot be done, or a part failed; the message says what to do. The conversation is as it was."
 
-# %% ../nbs/29_chat.ipynb #645eabeb
+# %% ../nbs/29_chat.ipynb #02e0460a
 _control = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 def plain(
@@ -48,7 +48,7 @@ def one_line(
     s = plain(' '.join(s.split()))
     return s if not n or len(s)<=n else s[:n-1].rstrip()+'…'
 
-# %% ../nbs/29_chat.ipynb #2993b603
+# %% ../nbs/29_chat.ipynb #54267da2
 def citation(
     corpus,                     # `Corpus` that holds it
     pid:str,                    # Paragraph id
@@ -68,7 +68,7 @@ def numbers(
     "The citation numbers of a turn."
     return {p: i for i,p in enumerate(dict.fromkeys(p for c in context for p in c), 1)}
 
-# %% ../nbs/29_chat.ipynb #c2911de9
+# %% ../nbs/29_chat.ipynb #27237c4f
 def why_reused(
     dag,                 # `TraceDAG` with the traces before
     deps:Iterable[int],  # Dependencies of the trace
@@ -90,7 +90,7 @@ def answer_in(
     a = flat(answer)
     return [p for p in pids if a.strip() and a in flat(f'{corpus[p].title} | {corpus[p].text}')]
 
-# %% ../nbs/29_chat.ipynb #7bb34b13
+# %% ../nbs/29_chat.ipynb #e7f39336
 def plan_text(
     step:Step, # A `plan` step
 )->str: # One line a draft
@@ -116,7 +116,7 @@ def trace_text(
     said = ' · '.join(x for x in (mine, old and f'from memory {old}') if x) or 'none'
     return f'T{node.id} {one_line(node.sub_question)}{deps}\n   → {one_line(node.answer) or "(no answer)"}{held}\n   evidence {said}'
 
-# %% ../nbs/29_chat.ipynb #83e30d17
+# %% ../nbs/29_chat.ipynb #95bed6b8
 def _many(n, what, plural=''): return f'{n:,} {what if n==1 else plural or what+"s"}'
 
 def cost_text(
@@ -148,7 +148,7 @@ def turn_text(
     parts = [trace_text(corpus, dag, *x, cite) for x in zip(turn.nodes, turn.context, turn.reused, turn.looked_up)]
     return '\n'.join([*parts, '', end_text(corpus, turn, documents)])
 
-# %% ../nbs/29_chat.ipynb #59f2590e
+# %% ../nbs/29_chat.ipynb #ffb6c03c
 def turn_record(
     chat,       # `Chat`
     turn:Turn,  # One of its turns
@@ -165,7 +165,7 @@ def turn_record(
     return dict(turn=turn.turn, query=turn.query, answer=turn.answer, traces=traces, evidence=evidence, calls=turn.calls, seconds=turn.seconds, notes=list(turn.notes),
                 reader=chat.session.reader.name, generator=chat.session.generator.name)
 
-# %% ../nbs/29_chat.ipynb #730d20e5
+# %% ../nbs/29_chat.ipynb #16e452e0
 def _rows(dag, queries):
     "Lines of a drawing: `(trace id or None, text)`."
     q,rows = dict(enumerate(queries, 1)),[]
@@ -187,7 +187,7 @@ def _margin(r, spans, lane, width):
         out += c + ('─' if reach else ' ')
     return out
 
-# %% ../nbs/29_chat.ipynb #33ba0678
+# %% ../nbs/29_chat.ipynb #90ba2c55
 def dag_text(
     dag,                     # `TraceDAG`
     queries:Iterable[str]=() # The user's questions, from turn 1
@@ -217,7 +217,7 @@ def dag_links(
         open_ |= {i: k for i,c in enumerate(m[1]) if c in '┌┬'}
     return out
 
-# %% ../nbs/29_chat.ipynb #00543cdc
+# %% ../nbs/29_chat.ipynb #8c770e0c
 class Chat:
     "A session with everything around it that a person needs."
     def __init__(self,
@@ -239,7 +239,7 @@ def steps(self:Chat,
     try: yield from self.session.stream(question)
     except (ValueError, LLMError, OSError) as e: raise ChatError(f'this turn failed and is not part of the conversation: {one_line(str(e))}') from e
 
-# %% ../nbs/29_chat.ipynb #8bc9c5bf
+# %% ../nbs/29_chat.ipynb #4f374108
 @patch
 def tell(self:Chat,
     text:str, # A question, or a command that begins with `/`
@@ -270,7 +270,7 @@ def say(self:Chat,
     "The whole reply."
     return '\n'.join(self.tell(text))
 
-# %% ../nbs/29_chat.ipynb #9735dd69
+# %% ../nbs/29_chat.ipynb #ee15f43a
 TRANSCRIPT = 1
 
 @contextlib.contextmanager
@@ -307,7 +307,14 @@ def _read_transcript(path):
     if not all(isinstance(d.get(k), list) for k in ('turns','states')) or len(d['turns'])!=len(d['states']): raise ChatError(f'{path}: turns and states do not match; the file was changed')
     return d
 
-# %% ../nbs/29_chat.ipynb #6ba0e5ad
+# %% ../nbs/29_chat.ipynb #fe7f1bb1
+def _states(generator, d, turns):
+    "The states of a transcript when they are this generator's, else what it makes of the turns."
+    try:
+        if d.get('generator')==generator.name: return [generator.dump(generator.load(x)) for x in d['states']]
+    except ForeignState: pass                         # of the same name, with other weights
+    return _seen(generator, turns)
+
 def _seen(generator, turns):
     "States of `generator` after each of `turns`, which another one planned."
     state,out = generator.start(),[]
@@ -329,14 +336,14 @@ def load(self:Chat,
         turns = [from_dict(Turn, t, f'turns[{i}]') for i,t in enumerate(d['turns'])]
         gone = {p for t in turns for ps in (*(n.para_ids for n in t.nodes), *t.context) for p in ps if p not in self.corpus}
         if gone: raise ChatError(f'{path} leans on {_many(len(gone), "paragraph")} that {"is" if len(gone)==1 else "are"} not in this index: it is of other documents, or they have changed')
-        s.restore(turns, d['states'] if d.get('generator')==s.generator.name else _seen(s.generator, turns))
+        s.restore(turns, _states(s.generator, d, turns))
     except ChatError: raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as e: raise ChatError(f'{path}: {one_line(str(e))}') from e
     self.saved = list(s.turns)
     other = [f'{what} is now {now}, was {d.get(what)}' for what,now in (('generator', s.generator.name), ('reader', s.reader.name)) if d.get(what)!=now]
     return ' · '.join([f'{_many(len(turns), "turn")} loaded', *other])
 
-# %% ../nbs/29_chat.ipynb #bf50736b
+# %% ../nbs/29_chat.ipynb #095b4506
 @patch
 def autosave(self:Chat)->Path: # The file; `None` when there is nothing to lose
     "Write turns that are not saved yet to the cache; `ChatError` when that is impossible."
@@ -345,7 +352,7 @@ def autosave(self:Chat)->Path: # The file; `None` when there is nothing to lose
     with _of_file(folder, 'made'): folder.mkdir(parents=True, exist_ok=True)
     return self.save(folder/f'{datetime.now().strftime("%Y-%m-%d_%H%M%S")}-{os.getpid()}.json')
 
-# %% ../nbs/29_chat.ipynb #9caf72eb
+# %% ../nbs/29_chat.ipynb #46886a0a
 def _show(chat, arg):
     turn = chat.session.turns[-1] if chat.session.turns else None
     ids  = {str(n): p for p,n in numbers(turn.context).items()} if turn else {}
@@ -368,7 +375,7 @@ def _quit(chat, arg):
     chat.done = True
     return ''
 
-# %% ../nbs/29_chat.ipynb #d098b9c7
+# %% ../nbs/29_chat.ipynb #083f6506
 def _file(what): return lambda chat,arg: what(chat, arg) if arg else _wants_file()
 def _wants_file(): raise ChatError('a file name must follow')
 
@@ -392,7 +399,7 @@ def command(self:Chat,
         raise ChatError(f'unknown command /{one_line(name, 30)}' + (f', did you mean /{near[0]}?' if near else ';') + ' /help lists what there is (a question that begins with / needs a space before it)')
     return COMMANDS[name][2](self, arg.strip())
 
-# %% ../nbs/29_chat.ipynb #4a962fb6
+# %% ../nbs/29_chat.ipynb #a9ccf7be
 def _real(folder):
     try: return Path(folder).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as e: raise DocumentError(f'{one_line(str(folder), 200)}: is no folder that can be used: {one_line(str(e))}') from None
@@ -415,7 +422,7 @@ class Indexed:
         i = self.index
         return f'{self.documents.summary()}\n{_many(i.encoded, "paragraph")} new, {i.taken_over if i.encoded else len(i):,} taken over ({len(i):,} in all, encoder {i.encoder.name})'
 
-# %% ../nbs/29_chat.ipynb #296aedf2
+# %% ../nbs/29_chat.ipynb #fcc8acd6
 def _prune(home, index):
     "Remove the indexes in `home` that `index` came after: same encoder, dimension and revision (named as `index_for` does), other state of the folder."
     e = index.encoder
@@ -467,8 +474,8 @@ def index_documents(
         _prune(home, index)
     return Indexed(docs, index, home)
 
-# %% ../nbs/29_chat.ipynb #c0a44c97
-GENERATORS = ('auto', 'llm', 'query')
+# %% ../nbs/29_chat.ipynb #53737499
+GENERATORS = ('auto', 'llm', 'query', 'trained')
 
 def make_generator(
     profile,              # `Profile`
@@ -478,6 +485,9 @@ def make_generator(
 ):  # The generator, and what to say about it
     "The source of drafts; `ProfileError` when it cannot be had."
     if kind not in GENERATORS: raise ProfileError(f'unknown generator {kind!r}; allowed: {", ".join(GENERATORS)}')
+    if kind=='trained':
+        gen = make_trace_generator(profile)
+        return gen, f'The trained generator ({gen.inner.revision}) writes the sub-questions; a question with more than {profile.unknown:.0%} words that it does not know is asked as it stands.'
     endpoint = readers()[reader_name]['kind']=='endpoint'
     if kind=='llm' and not endpoint:
         raise ProfileError(f'generator llm needs a reader behind an endpoint, {reader_name} is none: choose --reader endpoint, or --generator query (in a notebook: reader or generator)')
@@ -487,7 +497,7 @@ def make_generator(
     from cmtrag.drafts import LLMDrafts
     return LLMDrafts(reader.llm), f'{reader.llm.name} also writes the sub-questions.'
 
-# %% ../nbs/29_chat.ipynb #25bca04f
+# %% ../nbs/29_chat.ipynb #d5ddf4f1
 def open_chat(
     source,                  # Folder, `Documents` or `Corpus`
     profile:str='small',     # Profile name

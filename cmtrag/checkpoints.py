@@ -7,7 +7,7 @@ __all__ = ['MODEL_TYPE', 'SHAPE', 'LONGEST', 'PUNCTUATION', 'CheckpointError', '
            'read_shape', 'file_hash', 'convert_bin', 'tensor_shapes', 'weight_files', 'read_tensors', 'NeoXTokenizer',
            'SlotTable', 'table_bytes', 'pieces', 'SlotTokenizer', 'build_slots', 'load_tokenizer']
 
-# %% ../nbs/18_checkpoints.ipynb #7ebac0fa
+# %% ../nbs/18_checkpoints.ipynb #a68a17d0
 import hashlib, json, math, random, re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
@@ -16,11 +16,11 @@ from typing import Iterable
 from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS
 
-# %% ../nbs/18_checkpoints.ipynb #7f73777d
+# %% ../nbs/18_checkpoints.ipynb #ad586423
 class CheckpointError(ValueError):
     "A checkpoint or tokenizer that cannot be used as it is; the message names the file, the field, and what is allowed."
 
-# %% ../nbs/18_checkpoints.ipynb #788ea7c2
+# %% ../nbs/18_checkpoints.ipynb #773d179f
 def _read_json(f):
     "The mapping in a JSON file; `CheckpointError` for anything else."
     try: d = json.loads(f.read_bytes().decode('utf-8'))
@@ -32,12 +32,12 @@ def _read_json(f):
 def _whole(v, least=0): return type(v) is int and v>=least   # `True` is an int to Python
 def _list_of(v, t): return isinstance(v, (list, tuple)) and all(type(x) is t for x in v)
 
-# %% ../nbs/18_checkpoints.ipynb #b4789bab
+# %% ../nbs/18_checkpoints.ipynb #673c72ff
 MODEL_TYPE = 'cmtrag_mamba2'
 SHAPE = dict(vocab_size=None, hidden_size=None, num_hidden_layers=None, state_size=128, expand=2, head_dim=64, n_groups=1, conv_kernel=4,
              norm_eps=1e-5, residual_in_fp32=True, tie_word_embeddings=True)
 
-# %% ../nbs/18_checkpoints.ipynb #3f38f6aa
+# %% ../nbs/18_checkpoints.ipynb #65a0a486
 def _must(place, got, allowed):
     "Refuse every field of `got` that `allowed` lacks or that has another value than the allowed ones."
     for k,v in got.items():
@@ -45,7 +45,7 @@ def _must(place, got, allowed):
         ok = allowed[k]
         if ok is not Ellipsis and v not in ok: raise CheckpointError(f'{place}: {k}={v!r} cannot be represented, allowed: {" or ".join(map(repr, ok))}')
 
-# %% ../nbs/18_checkpoints.ipynb #e27d5a7f
+# %% ../nbs/18_checkpoints.ipynb #4c2366e4
 _any,_none = ...,(None, [], {}, 0)
 _ss_outer = dict(d_model=_any, n_layer=_any, vocab_size=_any, ssm_cfg=_any, pad_vocab_size_multiple=_any, tie_embeddings=_any, residual_in_fp32=_any,
                  fused_add_norm=_any, rms_norm=(True,), d_intermediate=_none, attn_layer_idx=_none, attn_cfg=_none)
@@ -70,7 +70,7 @@ def from_state_spaces(
         state_size=s.get('d_state', 128), expand=s.get('expand', 2), head_dim=s.get('headdim', 64), n_groups=s.get('ngroups', 1), conv_kernel=s.get('d_conv', 4),
         residual_in_fp32=cfg.get('residual_in_fp32', True), tie_word_embeddings=cfg.get('tie_embeddings', True)), place)
 
-# %% ../nbs/18_checkpoints.ipynb #eca114e0
+# %% ../nbs/18_checkpoints.ipynb #75cc2164
 def check_shape(
     s:dict,                  # Fields of `SHAPE`
     place:str='config.json', # For messages
@@ -87,7 +87,7 @@ def check_shape(
     if inner//s['head_dim'] % s['n_groups']: raise CheckpointError(f"{place}: {inner//s['head_dim']} heads must be a multiple of n_groups = {s['n_groups']}")
     return s
 
-# %% ../nbs/18_checkpoints.ipynb #32b4e44f
+# %% ../nbs/18_checkpoints.ipynb #32e0c466
 _hf_fixed = dict(hidden_act=('silu', 'swish'), use_bias=(False,), use_conv_bias=(True,), rms_norm=(True,))
 _hf_names = dict(layer_norm_epsilon='norm_eps')
 
@@ -106,7 +106,7 @@ def from_hf(
     if cfg.get('num_heads', 128)!=heads: raise CheckpointError(f"{place}: num_heads={cfg.get('num_heads', 128)} cannot be represented, allowed: expand × hidden_size / head_dim = {heads}")
     return s
 
-# %% ../nbs/18_checkpoints.ipynb #4c5db3c7
+# %% ../nbs/18_checkpoints.ipynb #71e3e1d5
 def read_shape(
     folder, # A folder with `config.json`
 )->dict: # Fields of `SHAPE`
@@ -120,7 +120,7 @@ def read_shape(
     if kind is None and 'd_model' in cfg: return from_state_spaces(cfg)
     raise CheckpointError(f'{f.name}: model_type={kind!r} is not a Mamba-2; allowed: "mamba2", "{MODEL_TYPE}", or a state-spaces configuration (d_model, n_layer, ssm_cfg)')
 
-# %% ../nbs/18_checkpoints.ipynb #1b1009e0
+# %% ../nbs/18_checkpoints.ipynb #4aa29ab8
 def file_hash(
     p, # A file
 )->str: # Hex digits
@@ -147,13 +147,14 @@ def convert_bin(
         raise CheckpointError(f'{dst.name} is there and was not made from {src.name}; move one of them away')
     try: d = torch.load(src, map_location='cpu', weights_only=True)
     except Exception as e: raise CheckpointError(f'{src.name}: cannot be read as weights alone ({type(e).__name__}); nothing in it was run') from None
-    if not isinstance(d, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k,v in d.items()): raise CheckpointError(f'{src.name}: expected a dictionary of tensors')
+    if not isinstance(d, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k,v in d.items()):
+        raise CheckpointError(f'{src.name}: expected a dictionary of tensors')
     part = dst.with_suffix('.part')
     save_file({k:v.contiguous().clone() for k,v in d.items()}, part, metadata=dict(format='pt', source=src.name, source_sha256=sha))
     part.replace(dst)
     return dst
 
-# %% ../nbs/18_checkpoints.ipynb #ddb1b0a9
+# %% ../nbs/18_checkpoints.ipynb #ae2f3730
 def tensor_shapes(
     s:dict, # Fields of `SHAPE`
 )->dict: # Name → size
@@ -167,7 +168,7 @@ def tensor_shapes(
               p+'mixer.dt_bias':(h,), p+'mixer.A_log':(h,), p+'mixer.D':(h,), p+'mixer.norm.weight':(i,), p+'mixer.out_proj.weight':(d,i)}
     return r if s['tie_word_embeddings'] else r | {'lm_head.weight':(s['vocab_size'],d)}
 
-# %% ../nbs/18_checkpoints.ipynb #38b0a004
+# %% ../nbs/18_checkpoints.ipynb #9481a9c8
 def weight_files(
     folder,    # A checkpoint folder
     out=None,  # Where converted `.bin` files go; beside them when not given
@@ -202,7 +203,7 @@ def read_tensors(
     if bad := [k for k in want if tuple(got[k].shape)!=want[k]]: raise CheckpointError(f'{place}: {bad[0]} is {tuple(got[bad[0]].shape)}, the configuration asks for {want[bad[0]]}')
     return got
 
-# %% ../nbs/18_checkpoints.ipynb #f0224d83
+# %% ../nbs/18_checkpoints.ipynb #221f720c
 class NeoXTokenizer:
     "GPT-NeoX ids plus the seven structural tokens (Section B.1). It has no table: `start()` is `None`."
     def __init__(self,
@@ -245,7 +246,7 @@ class NeoXTokenizer:
             if t: out.append(t)
         return ' '.join(out)
 
-# %% ../nbs/18_checkpoints.ipynb #0f421187
+# %% ../nbs/18_checkpoints.ipynb #3cc0e0fd
 LONGEST = 64   # Letters of a word that can have a slot
 
 @dataclass(frozen=True)
@@ -262,14 +263,14 @@ class SlotTable:
     def nbytes(self): return len(json.dumps(self.dump()))    # As it is saved
     def dump(self): return dict(words=list(self.words), last=list(self.last), order=list(self.order), tick=self.tick, evicted=self.evicted, lost=self.lost)
 
-# %% ../nbs/18_checkpoints.ipynb #979b018d
+# %% ../nbs/18_checkpoints.ipynb #08dee27a
 def table_bytes(
     slots:int, # Slots of the table
 )->int: # Bytes
     "What a table can take at most when it is saved, whatever was said, for as many texts as 64 bits can count."
     return slots*(12*LONGEST+4 + 22 + len(str(slots))+2) + 3*20 + 100
 
-# %% ../nbs/18_checkpoints.ipynb #f08b411d
+# %% ../nbs/18_checkpoints.ipynb #ef1aeab6
 _control = re.compile(r'\[(?:/?(?:PLAN|TRACE)|SubQ|KW|DEP|[TA]_[1-9][0-9]{0,8})\]')   # ids as `00_traces` has them
 _piece   = re.compile(rf"{_control.pattern}|\w+(?:[-'’](?!s\b)\w+)*|['’]s\b|\S")
 _left,_right = set("?.,;:!)%'’") | {"'s", "’s"}, set('(')
@@ -281,7 +282,7 @@ def pieces(
     "Cut text into words, punctuation marks and control tokens."
     return [(m[0], m.start()>0 and text[m.start()-1].isspace()) for m in _piece.finditer(text)]
 
-# %% ../nbs/18_checkpoints.ipynb #b618493b
+# %% ../nbs/18_checkpoints.ipynb #782cf991
 def _is_word(w): return len(w)<=LONGEST and [p for p,_ in pieces(w)]==[w] and not _control.fullmatch(w)
 
 @patch(cls_method=True)
@@ -303,7 +304,7 @@ def load(cls:SlotTable,
     if any(not -1<=i<=d['tick'] for i in d['last']): no('last', f"must lie between -1 and tick = {d['tick']}")
     return cls(**{k:tuple(v) if isinstance(v, (list, tuple)) else v for k,v in d.items()})
 
-# %% ../nbs/18_checkpoints.ipynb #ead206b8
+# %% ../nbs/18_checkpoints.ipynb #f363feb0
 class SlotTokenizer:
     "A few hundred words; every other word becomes a slot of the conversation's table."
     def __init__(self,
@@ -333,7 +334,7 @@ class SlotTokenizer:
         if rng: rng.shuffle(order)
         return SlotTable(('',)*self.slots, (-1,)*self.slots, tuple(order))
 
-# %% ../nbs/18_checkpoints.ipynb #214a2b2c
+# %% ../nbs/18_checkpoints.ipynb #37becb5f
 @patch
 def assign(self:SlotTokenizer,
     words:Iterable[str], # Words outside the vocabulary
@@ -354,7 +355,7 @@ def assign(self:SlotTokenizer,
         ws[i],last[i] = w,tick
     return SlotTable(tuple(ws), tuple(last), t.order, tick, ev, lost)
 
-# %% ../nbs/18_checkpoints.ipynb #e793e9af
+# %% ../nbs/18_checkpoints.ipynb #c8b6cffe
 def _kind(w): return w if w in _left or w in _right else ''
 def _spaced(a, b):
     "Does the rule put a space between pieces `a` and `b`?"
@@ -377,7 +378,7 @@ def encode(self:SlotTokenizer,
         prev = w
     return ids, t
 
-# %% ../nbs/18_checkpoints.ipynb #edec8af3
+# %% ../nbs/18_checkpoints.ipynb #09a030dc
 @patch
 def decode(self:SlotTokenizer,
     ids:Iterable[int], # Ids
@@ -403,7 +404,7 @@ def touch(self:SlotTokenizer,
     used = {i-self.first_slot for i in ids if 0<=i-self.first_slot<self.slots and t.words[i-self.first_slot]}
     return replace(t, tick=t.tick+1, last=tuple(t.tick+1 if i in used else l for i,l in enumerate(t.last)))
 
-# %% ../nbs/18_checkpoints.ipynb #1fec884c
+# %% ../nbs/18_checkpoints.ipynb #b75a1286
 @patch
 def unknown_share(self:SlotTokenizer,
     text:str, # A question
@@ -429,7 +430,7 @@ def build_slots(
     c = Counter(w for t in texts for w in {w for w,_ in pieces(t) if not _control.fullmatch(w)})
     return SlotTokenizer([w for w,n in sorted(c.items(), key=lambda x: (-x[1], x[0])) if n>=at_least], **kw)
 
-# %% ../nbs/18_checkpoints.ipynb #ba74e0a6
+# %% ../nbs/18_checkpoints.ipynb #ce9abb9f
 def _slot_fields(d, place, rows):
     "Check what `slot_tokenizer.json` holds."
     def no(k, why): raise CheckpointError(f'{place}: {k} {why}')

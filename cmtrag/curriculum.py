@@ -9,7 +9,7 @@ __all__ = ['CLASS', 'BROAD', 'BINS', 'KEY_SHAPES', 'SETS', 'DENSE', 'SIZES', 'FR
            'memory_lines', 'find_key', 'resolved', 'accuracy', 'canonical', 'plain_plans', 'Dialogues', 'names_in',
            'held_out_names', 'one_world', 'curriculum', 'held_out', 'test_world', 'plot_distances']
 
-# %% ../nbs/15_curriculum.ipynb #d7480da8
+# %% ../nbs/15_curriculum.ipynb #fd3c1c0b
 import dataclasses, hashlib, random, re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -22,9 +22,9 @@ from .sources import Hop
 from .synthesis import Aim, check_phrases, content_id
 from .traces import Dialogue, TraceDraft, answer_refs, check_dialogue, resolve_refs
 from .wording import GENERIC, KIND, RELATIONS, head_noun, type_noun
-from .world import RELATIONS as FACTS, make_world, world_source
+from .world import KINDS, RELATIONS as FACTS, make_world, world_source
 
-# %% ../nbs/15_curriculum.ipynb #d59dc931
+# %% ../nbs/15_curriculum.ipynb #f39620be
 _joint = r"(?:, |[ ](?:(?:of|and|for|to|from|de|von|&)[ ])?(?:the[ ])?)"
 _name  = re.compile(rf"(?<!^)(?<![.?!] )\b[A-Z][\w'’.\-]*(?:{_joint}[A-Z0-9][\w'’.\-]*)*")
 _ref   = re.compile(r'\[A_(\d+)\]')
@@ -36,7 +36,7 @@ def names(
     "The names that a sub-question says itself; references are no names."
     return tuple(dict.fromkeys(re.sub(r"['’]s$", '', m[0].strip(' ?,.')) for m in _name.finditer(_ref.sub('[]', text))))
 
-# %% ../nbs/15_curriculum.ipynb #54f882ec
+# %% ../nbs/15_curriculum.ipynb #2508e679
 _classes = dict(town='place, city, town, village, municipality, settlement, location, capital, suburb, borough, neighbourhood',
     country='country, kingdom, republic, empire', area='area, county, province, region, district, state, territory, prefecture, parish',
     mountain='mountain, volcano', stadium='stadium, venue, arena',
@@ -51,7 +51,7 @@ def type_class(
     "The class of a type noun."
     return CLASS.get(noun) or ('person' if KIND.get(noun)=='person' else noun)
 
-# %% ../nbs/15_curriculum.ipynb #22cca76e
+# %% ../nbs/15_curriculum.ipynb #9bf386b7
 def _shape(s): return re.compile('^'+re.escape(s).replace(r'\{x\}', '.+').replace(r'\{t\}', '[a-z ]+')+'$')
 
 _shapes = [(_shape(s), r) for r in RELATIONS.values() for s in (r.ask, r.alt) if s]
@@ -76,7 +76,7 @@ def asked_for(
     "What a sub-question asks for, as far as its text tells."
     return _asked_for(_ref.sub('it', text))
 
-# %% ../nbs/15_curriculum.ipynb #887f4f4d
+# %% ../nbs/15_curriculum.ipynb #a196d567
 @dataclass(frozen=True)
 class Heard:
     "What a listener knows of a trace."
@@ -107,7 +107,7 @@ def hear(
         known[t.id] = Heard(t.id, t.turn, noun, kind, role, own, frozenset(own).union(*(b.names for b in before)), anchors[:2], full, type_class(noun))
     return known
 
-# %% ../nbs/15_curriculum.ipynb #a1dac7a4
+# %% ../nbs/15_curriculum.ipynb #9a0b4a0e
 def alike(
     o:Heard,  # Another trace
     t:Heard,  # The trace that is meant
@@ -118,7 +118,7 @@ def alike(
     if o.kind and o.kind == t.kind: return bool({o.noun, t.noun} & BROAD) or noun in GENERIC
     return '' in (o.kind, t.kind) and bool({'person','organisation'} & {o.kind, t.kind})
 
-# %% ../nbs/15_curriculum.ipynb #233fd8ae
+# %% ../nbs/15_curriculum.ipynb #cc08732e
 _points = re.compile(r'^(that same|that very|that|this|the aforementioned|the said|the previously named|the)\s', re.I)
 
 def _noun_for(t, told):
@@ -150,7 +150,7 @@ def clear_phrases(
         if t.role and t.kind=='person': short += [(1.5, f.format(n=t.role)) for f in w['role']]
     return short,_by_name(t, noun, others, w['anchored'])
 
-# %% ../nbs/15_curriculum.ipynb #11177d04
+# %% ../nbs/15_curriculum.ipynb #7ccec5af
 _both  = re.compile(r' and ((?:the|what|which) [^?]+|[A-Z][^?]*)\?(.*)', re.S)
 _verb  = re.compile(r'\b(do|does|did|is|are|was|were|has|have) $')   # "do that team and the club … contest": the verb stays behind
 _tight = re.compile(r"['’]|,? (?:and|or) |, (?![\w ]*(?:what|which|who|where|when|how)\b)| (?:in|on|at|during|for|by|since|after|before|from|to) ")
@@ -169,7 +169,7 @@ def room_for(
         elif _tight.match(right) or re.search(r'\w, $', left) or right.startswith(' with ') and not re.search(r'connects? $', left): return
     return lambda p: (left+p+right)[:1].upper() + (left+p+right)[1:]
 
-# %% ../nbs/15_curriculum.ipynb #d6eff05e
+# %% ../nbs/15_curriculum.ipynb #7ac1c408
 def _secrets(u, t): return [a for x in (t, *u.traces) for a in (x.answer, *x.aliases)]
 
 def _again(query, old, cs, fit, secrets, rng):
@@ -179,9 +179,12 @@ def _again(query, old, cs, fit, secrets, rng):
         if not (why := malformed(q := fit(p), 80) or ('reveals an answer' if reveals(q, secrets) else '')): return q,p,''
     return query,old,why if why in ('no clear phrase','reveals an answer') else 'malformed'
 
+def _crossing(u): return {e.dep: e.phrase for t in u.traces for e in t.edges if e.cross_turn}
+
 def _reaim_turn(u, known, traces, wordings, rng, c):
-    q,new = u.query,{}
-    for dep,old in {e.dep: e.phrase for t in u.traces for e in t.edges if e.cross_turn}.items():
+    q,new,olds = u.query,{},_crossing(u)
+    if len(olds) > 1: c.update({'references': len(olds), 'unclear: two references in one question': len(olds)}); return u
+    for dep,old in olds.items():
         short,long = clear_phrases(known[dep], known.values(), old, wordings)
         fit = room_for(q, old, not short)
         q,new[dep],why = _again(q, old, short or long if fit else [], fit, _secrets(u, traces[dep]), rng)
@@ -191,7 +194,7 @@ def _reaim_turn(u, known, traces, wordings, rng, c):
     edges = lambda t: tuple(dataclasses.replace(e, phrase=new[e.dep]) if e.cross_turn else e for e in t.edges)
     return dataclasses.replace(u, query=q, traces=tuple(dataclasses.replace(t, edges=edges(t)) for t in u.traces))
 
-# %% ../nbs/15_curriculum.ipynb #31a77a16
+# %% ../nbs/15_curriculum.ipynb #75f45fdc
 def unclear(c): return sum(n for k,n in c.items() if k.startswith('unclear'))  # References without a clear phrase in a count
 
 def reaim(
@@ -211,10 +214,11 @@ def reaim(
     if len(turns) < len(d.turns) or unclear(c) and not keep: return
     return check_phrases(check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns))))
 
-# %% ../nbs/15_curriculum.ipynb #62eba856
+# %% ../nbs/15_curriculum.ipynb #b2e18dd7
 def _sayable(u, mine, heard, wordings):
     "Has every reference of turn `u` a clear phrase by now?"
-    for dep,old in {e.dep: e.phrase for t in u.traces for e in t.edges if e.cross_turn}.items():
+    if len(olds := _crossing(u)) > 1: return False
+    for dep,old in olds.items():
         short,long = clear_phrases(mine[dep], heard, old, wordings)
         if not (short or long and room_for(u.query, old, True)): return False
     return True
@@ -225,7 +229,7 @@ def _say(u, mine, n, turn):
     for i,t in enumerate(u.traces, n+1): mine[t.id] = dataclasses.replace(mine[t.id], id=i, turn=turn)
     return mine,[mine[t.id] for t in u.traces]
 
-# %% ../nbs/15_curriculum.ipynb #e53a62c2
+# %% ../nbs/15_curriculum.ipynb #f90d3067
 def clear_merge(
     sessions,          # Short dialogues, each clear by itself
     rng,               # `random.Random`
@@ -247,7 +251,7 @@ def clear_merge(
         if not turns[s]: opened.remove(s)
     return out
 
-# %% ../nbs/15_curriculum.ipynb #2609b604
+# %% ../nbs/15_curriculum.ipynb #1bcca870
 def clear_order(
     d:Dialogue,        # An interleaved dialogue, phrases as they came
     sessions:dict,     # Id → short dialogue: where its turns come from
@@ -267,7 +271,7 @@ def clear_order(
         if e := reaim(f, wordings, seed): c[f'{d.kind}: clear in another order'] += 1; return f,e
     c[f'{d.kind}: left out, no order is clear'] += 1
 
-# %% ../nbs/15_curriculum.ipynb #4a326c00
+# %% ../nbs/15_curriculum.ipynb #d3a1f300
 def distances(
     dialogues, # Annotated dialogues
 )->list[int]: # Turns between a reference and its trace, one for each cross-turn edge
@@ -291,7 +295,7 @@ def reach_shares(
     far = lambda n: sum(x>=n for x in g)/max(1, len(g))
     return {'edges': len(g), 'a dialogue': len(g)/max(1, len(dialogues)), '3 turns or more': far(3), '6 or more': far(6)}
 
-# %% ../nbs/15_curriculum.ipynb #1844db96
+# %% ../nbs/15_curriculum.ipynb #14608c7a
 _forms = [(k, re.compile('^'+re.escape(f).replace(r'\{n\}', '(?P<n>.+?)').replace(r'\{a\}', '(?P<a>.+)')+'$', re.I))
           for k in ('anchored','unique','recent') for f in sorted(set(WORDINGS['all'][k]), key=lambda f: -len(f))]
 _roles = {r.role for r in RELATIONS.values() if r.role}
@@ -322,7 +326,7 @@ def find_trace(
     best = [o for o in some if o.role==noun] or [o for o in some if _means(noun, o)] or some
     return best[-1].id if best else None
 
-# %% ../nbs/15_curriculum.ipynb #1d6f35a9
+# %% ../nbs/15_curriculum.ipynb #f59c4284
 KEY_SHAPES = ('name type', 'type name', 'name')
 
 def _key(name, call, shape):
@@ -354,7 +358,7 @@ def memory(
     "What a trace leaves behind for later references; nothing when its answer is a number or a date, or when nobody could say what it asks for."
     return [] if t.kind=='time' or t.noun=='thing' else list(dict.fromkeys([t.type, *(_key(a, t.call, shape) for a in t.anchors)]))
 
-# %% ../nbs/15_curriculum.ipynb #548ba68b
+# %% ../nbs/15_curriculum.ipynb #2062f88d
 def memory_lines(
     d:Dialogue,            # A dialogue
     shape:str='name type', # See `ref_key`
@@ -373,7 +377,7 @@ def find_key(
     "Resolve a reference by its memory lines alone."
     return next((i for k,i in reversed(lines) if k==key), None)
 
-# %% ../nbs/15_curriculum.ipynb #f4602ca7
+# %% ../nbs/15_curriculum.ipynb #3ab005dd
 def resolved(
     dialogues,             # Annotated dialogues
     shape:str='name type', # Of the keys
@@ -395,13 +399,13 @@ def accuracy(
     rows,      # From `resolved`
     by=None,   # 'kind', 'distance', or None
 )->dict: # Value → (references, share found by rules, share found by memory lines)
-    "The ceilings."
+    "What a listener with these ears can reach."
     out = {}
     for r in rows: out.setdefault('all' if not by else bin_name(r['distance']) if by=='distance' else r[by], []).append(r)
     order = sorted(out, key=lambda k: int(re.match(r'\d+', k)[0]) if by=='distance' else 0)
     return {k: (len(out[k]), *(sum(r[w] for r in out[k])/len(out[k]) for w in ('rules','lines'))) for k in order}
 
-# %% ../nbs/15_curriculum.ipynb #8243b388
+# %% ../nbs/15_curriculum.ipynb #e5c30f2c
 _article = re.compile(r'^(Bay|Gulf|Treaty|University|Bank) of |^River |( River| Line| Peak| Bridge| Museum| Theatre| Lighthouse| Library| Company| Brewery| Bank| Network| Derby)$')
 _either  = {'treaty','line','derby','wed'}                    # relations of two things of which neither is the first
 
@@ -410,11 +414,27 @@ def _wording(r):
     w = RELATIONS.get(r.name)
     return w.ask if w and '{t}' not in w.ask else min(r.questions['train'], key=lambda q: '{c}' in q)
 
+_cap = r"(?![a-zß-ÿ])[^\W_][\w'’.\-]*"
+_types = {n for *_,ns in KINDS.values() for n in ns} | KIND.keys()
+
+def _thing(often): return rf"\[A_[1-9]\d*\]|(?:the )?{_cap}(?:,? (?:(?:of|and|for|to|from|de|von|&|the) )*{_cap}){often}"   # a reference or a name
+
+def _pattern(s, often):
+    t = _thing(often)
+    for k,p in dict(x=t, w=t, c='[a-z][a-z -]*?').items(): s = s.replace(r'\{%s\}'%k, f'(?P<{k}>{p})', 1).replace(r'\{%s\}'%k, f'(?P={k})')
+    return re.compile(f'^{s}$')
+
 def _fits_wording(q):
+    "How specific a template is, and its pattern twice: names as short and as long as they can be."
     q = q.replace('{t}', '{c}')
     s = re.escape(q[0].upper()+q[1:]+('' if q[-1] in '?.' else '.'))
-    for k,p in dict(x='.+?', w='.+?', c='[a-z][a-z -]*?').items(): s = s.replace(r'\{%s\}'%k, f'(?P<{k}>{p})', 1).replace(r'\{%s\}'%k, f'(?P={k})')
-    return len(re.sub(r'\{.\}', '', q)),re.compile(f'^{s}$')
+    return len(re.sub(r'\{.\}', '', q)),(_pattern(s, '*?'), _pattern(s, '*'))
+
+def _parts(ps, text):
+    "What stands in the places of a template; None where it doesn't fit or where its two names could be cut apart in another way."
+    if not (m := ps[0].match(text)) or m.groupdict() != ps[1].match(text).groupdict(): return
+    c = m.groupdict().get('c')
+    return m.groupdict() if c is None or c in _types or head_noun(f'Which {c}')==c else None
 
 @lru_cache(None)
 def _wordings():
@@ -426,15 +446,15 @@ def _mention(x):
     n = x[4:] if re.match('the [A-Z]', x) else x
     return 'the '*bool(_article.search(n)) + n
 
-# %% ../nbs/15_curriculum.ipynb #ff8900a7
+# %% ../nbs/15_curriculum.ipynb #389b7c07
 @lru_cache(100_000)
 def canonical(
     text:str, # A sub-question
 )->str: # The same in the wording of its relation
-    "One wording for each relation."
+    "One wording for each relation of the sample world; any other text stays."
     for p,r in _wordings():
-        if not (m := p.match(text)): continue
-        d,w = {k: v if k=='c' else _mention(v) for k,v in m.groupdict().items()},_wording(r)
+        if not (m := _parts(p, text)): continue
+        d,w = {k: v if k=='c' else _mention(v) for k,v in m.items()},_wording(r)
         if not {'{'+k+'}' for k in 'xwc' if k not in d} & set(re.findall(r'\{.\}', w)):
             at = [_ref.fullmatch(d[k]) for k in 'xw' if k in d]
             if r.key in _either and all(at) and len(at)==2: d['x'],d['w'] = sorted((d['x'], d['w']), key=lambda v: int(_ref.fullmatch(v)[1]))
@@ -444,7 +464,7 @@ def canonical(
 def plain_plans(
     d:Dialogue, # A dialogue
 )->Dialogue: # Checked, its id made anew
-    "The dialogue with its plans in canonical wording; questions, answers and dependencies stay."
+    "A dialogue of the sample world with its plans in canonical wording; questions, answers and dependencies stay."
     answers = {t.id: t.answer for t in d.traces}
     def plain(t):
         q = canonical(t.draft.sub_question)
@@ -454,7 +474,7 @@ def plain_plans(
     turns = [dataclasses.replace(u, traces=tuple(map(plain, u.traces))) for u in d.turns]
     return check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns)))
 
-# %% ../nbs/15_curriculum.ipynb #9812efda
+# %% ../nbs/15_curriculum.ipynb #118f5744
 SETS = dict(train=dict(land='train', seed=0),                  # and the seeds after it, one a world
             dev=dict(land='train', seed=1000),                 # wordings of training, unseen names
             dev_wordings=dict(land='test', seed=1000),         # unseen wordings, unseen names
@@ -476,7 +496,7 @@ class Dialogues:
         lines = [f'{w} {k} {d.id}' for w in ('after','before') for k,ds in getattr(self, w).items() for d in ds]
         return hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:12]
 
-# %% ../nbs/15_curriculum.ipynb #837d5850
+# %% ../nbs/15_curriculum.ipynb #3f2cd259
 def names_in(
     q, # A source question
 )->set: # Every name in its hops, answers included
@@ -488,7 +508,7 @@ def held_out_names()->frozenset: # Of the sets that share the land of the traini
     "Names that may not occur in training."
     return frozenset(e.name for s in SETS.values() if s['land']=='train' and s['seed'] for e in make_world(s['seed']).land('train').ents)
 
-# %% ../nbs/15_curriculum.ipynb #efebfdfc
+# %% ../nbs/15_curriculum.ipynb #5763ccc7
 _source = lru_cache(4)(world_source)   # a world takes seconds
 
 def _clear_shorts(qs, realizer, n, split, seed, licence, c):
@@ -528,7 +548,7 @@ def one_world(
         if sizes.get(k): pairs[k] = _interleaved(shorts, k, sizes[k], land, seed, window, c)
     return Dialogues({k: [p[1] for p in ps] for k,ps in pairs.items()}, {k: [p[0] for p in ps] for k,ps in pairs.items()}, c)
 
-# %% ../nbs/15_curriculum.ipynb #fe0aaf94
+# %% ../nbs/15_curriculum.ipynb #ebaf84bb
 def _one(job): return one_world(*job)
 
 def curriculum(
@@ -549,7 +569,7 @@ def curriculum(
     join = lambda w: {k: [d for m in made for d in getattr(m, w).get(k, [])] for k in sizes}
     return Dialogues(join('after'), join('before'), sum((m.counts for m in made), Counter()))
 
-# %% ../nbs/15_curriculum.ipynb #15310bcb
+# %% ../nbs/15_curriculum.ipynb #16c87c95
 FROZEN = dict(test='e02c3dbc4e22', test_wordings='7d93f96ab620')   # written down before anything was trained
 
 @lru_cache(None)
@@ -567,7 +587,7 @@ def test_world(
     if (h := held_out(name).hash) != FROZEN[name]: raise ValueError(f'the test set {name} has changed: hash {h}, frozen {FROZEN[name]}')
     return held_out(name)
 
-# %% ../nbs/15_curriculum.ipynb #d6b2c44d
+# %% ../nbs/15_curriculum.ipynb #bc9e37be
 def plot_distances(
     sets, # Name → dialogues
 ): # A matplotlib figure

@@ -6,7 +6,7 @@
 __all__ = ['GENERATOR_FILE', 'StreamState', 'write_plans', 'top_k', 'StreamGenerator', 'usable', 'weights_hash', 'read_layout',
            'write_layout', 'load_generator', 'folder_hash']
 
-# %% ../nbs/21_generator.ipynb #a8e5693d
+# %% ../nbs/21_generator.ipynb #4515732c
 import base64, dataclasses, hashlib, json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any, Callable, Sequence
 import numpy as np
 from fastcore.basics import patch
 from .traces import TraceDraft, TraceError, check_draft
-from .drafts import Fallback, Generator, GeneratorError, query_draft
+from .drafts import Fallback, ForeignState, Generator, GeneratorError, query_draft
 from .checkpoints import CheckpointError, SlotTable, file_hash, load_tokenizer
 from .stream import FreePlan, Layout, Lexicon, PlanGrammar, Scribe, best
 
-# %% ../nbs/21_generator.ipynb #49f50ac5
+# %% ../nbs/21_generator.ipynb #0b60b48c
 @dataclass(frozen=True, eq=False)
 class StreamState:
     "$h_t$ of one conversation, immutable."
@@ -33,7 +33,7 @@ class StreamState:
         "What has to be kept between turns, in bytes."
         return self.h.nbytes+(0 if self.table is None else len(json.dumps(self.table.dump()).encode()))
 
-# %% ../nbs/21_generator.ipynb #1d4ea75a
+# %% ../nbs/21_generator.ipynb #177e9958
 def write_plans(
     model,                # `prefill`, `decoder`
     prompts:list,         # Ids to read, per row
@@ -52,7 +52,7 @@ def write_plans(
         rows,l = [rows[j] for j in go],l[go]
     return d.state()
 
-# %% ../nbs/21_generator.ipynb #6bc908e8
+# %% ../nbs/21_generator.ipynb #695f5ff8
 def top_k(
     rng:np.random.Generator, # Source of chance
     k:int=40,                # Tokens to choose among
@@ -65,7 +65,7 @@ def top_k(
         return int(rng.choice(at, p=p/p.sum()))
     return pick
 
-# %% ../nbs/21_generator.ipynb #523e8d6f
+# %% ../nbs/21_generator.ipynb #db2e3777
 class StreamGenerator(Generator):
     "Trace drafts by a model with a state (Equation 4): the SSM of Section 3.1, or its Transformer twin."
     def __init__(self,
@@ -101,7 +101,7 @@ class StreamGenerator(Generator):
         if isinstance(drafts, Exception): raise drafts
         return drafts, new
 
-# %% ../nbs/21_generator.ipynb #4b71bf7e
+# %% ../nbs/21_generator.ipynb #734c6fd1
 @patch
 def generate_many(self:StreamGenerator,
     states:Sequence[StreamState], # One per conversation
@@ -143,7 +143,7 @@ def _why(self:StreamGenerator, state, table, w, p):
     if table is not None and (n := table.evicted-state.table.evicted): said.append(f'{n} older words gave up their slots')
     return '; '.join(said)
 
-# %% ../nbs/21_generator.ipynb #d9c1c094
+# %% ../nbs/21_generator.ipynb #5c321af1
 @patch
 def observe(self:StreamGenerator,
     state:StreamState,             # $h_{t-1}$
@@ -160,7 +160,7 @@ def observe(self:StreamGenerator,
     read = self.model.prefill([ids], state=state.h)[1]
     return StreamState(self.model.decoder(read).state(), table, len(ids))       # what a model keeps within a turn only is gone
 
-# %% ../nbs/21_generator.ipynb #b5bd1ca1
+# %% ../nbs/21_generator.ipynb #d61172fd
 def usable(
     gen:StreamGenerator,      # Generator to wrap
     unknown:float=.6,         # Highest share of unknown words in a question
@@ -173,7 +173,7 @@ def usable(
     f.config = gen.config | dict(unknown=unknown)
     return f
 
-# %% ../nbs/21_generator.ipynb #34d28aba
+# %% ../nbs/21_generator.ipynb #b5cfdde7
 @patch
 def to_bytes(self:StreamGenerator,
     state:StreamState, # A state
@@ -199,7 +199,7 @@ def weights_hash(model):
         h.update(k.encode()+v[::max(1, len(v)//4096)].float().cpu().numpy().tobytes())
     return h.hexdigest()[:12]
 
-# %% ../nbs/21_generator.ipynb #68978143
+# %% ../nbs/21_generator.ipynb #9025c761
 @patch
 def from_bytes(self:StreamGenerator,
     b:bytes, # What `to_bytes` gave
@@ -211,7 +211,7 @@ def from_bytes(self:StreamGenerator,
         table,h = d.pop('table'),self.model.load_state(b)
         state = StreamState(self.model.check_state(h, 1), None if table is None else SlotTable.load(table), **d)
     except Exception as e: raise GeneratorError(f'not a state of this generator ({self.name}): {e}') from None
-    if of!=self.identity: raise GeneratorError(f'the state is of another generator ({of}; this one is {self.identity}): other weights, layout or words')
+    if of!=self.identity: raise ForeignState(f'the state is of another generator ({of}; this one is {self.identity}): other weights, layout or words')
     if not all(type(x) is int and x>=0 for x in (state.tokens, state.written)) or type(state.why) is not str: raise GeneratorError('the state is damaged: tokens, written or why')
     if bool(self.scribe.ring)!=(state.table is not None) or state.table and len(state.table.words)!=self.scribe.tok.slots: raise GeneratorError('the state is damaged: its slot table has another size')
     return state
@@ -229,7 +229,7 @@ def load(self:StreamGenerator,
     except ValueError as e: raise GeneratorError(f'not a saved state: {e}') from None
     return self.from_bytes(b)
 
-# %% ../nbs/21_generator.ipynb #5d5493de
+# %% ../nbs/21_generator.ipynb #9b597b40
 GENERATOR_FILE = 'generator.json'
 
 def _json(folder, name):
@@ -268,7 +268,7 @@ def write_layout(
     files = {p.name: file_hash(p) for p in _files(folder)}
     (Path(folder)/GENERATOR_FILE).write_text(json.dumps(dict(layout=dataclasses.asdict(layout), files=files, **more), indent=1)+'\n', encoding='utf-8')
 
-# %% ../nbs/21_generator.ipynb #22e71dc5
+# %% ../nbs/21_generator.ipynb #e47b0b37
 def load_generator(
     folder,              # A checkpoint folder: an SSM's or a Transformer's
     path:str='numba',    # Path of the SSM, see `Mamba2LM.use`; on a GPU 'cuda'
