@@ -6,8 +6,9 @@
 __all__ = ['GENERATOR_FILE', 'StreamState', 'write_plans', 'top_k', 'StreamGenerator', 'usable', 'weights_hash', 'read_layout',
            'write_layout', 'load_generator', 'folder_hash']
 
-# %% ../nbs/21_generator.ipynb #4515732c
+# %% ../nbs/21_generator.ipynb #16ce0a0f
 import base64, dataclasses, hashlib, json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Sequence
@@ -18,7 +19,7 @@ from .drafts import Fallback, ForeignState, Generator, GeneratorError, query_dra
 from .checkpoints import CheckpointError, SlotTable, file_hash, load_tokenizer
 from .stream import FreePlan, Layout, Lexicon, PlanGrammar, Scribe, best
 
-# %% ../nbs/21_generator.ipynb #0b60b48c
+# %% ../nbs/21_generator.ipynb #fe45b36e
 @dataclass(frozen=True, eq=False)
 class StreamState:
     "$h_t$ of one conversation, immutable."
@@ -33,7 +34,7 @@ class StreamState:
         "What has to be kept between turns, in bytes."
         return self.h.nbytes+(0 if self.table is None else len(json.dumps(self.table.dump()).encode()))
 
-# %% ../nbs/21_generator.ipynb #177e9958
+# %% ../nbs/21_generator.ipynb #74947876
 def write_plans(
     model,                # `prefill`, `decoder`
     prompts:list,         # Ids to read, per row
@@ -42,8 +43,10 @@ def write_plans(
     pick:Callable=best,   # Chooses a token from logits, see `top_k`
 ): # The state after the plans; the writers hold what was written
     "Prefill, then one token at a time until every plan is done."
-    logits,state = model.prefill(prompts, state=state)
-    d,rows,l = model.decoder(state),list(range(len(prompts))),logits.cpu().numpy()
+    with model.engine.at_once() if hasattr(model, 'engine') else nullcontext():
+        logits,state = model.prefill(prompts, state=state)
+        d = model.decoder(state)
+    rows,l = list(range(len(prompts))),logits.cpu().numpy()
     while rows:
         ids = [writers[r].choose(l[j], pick) for j,r in enumerate(rows)]
         for r,i in zip(rows, ids): writers[r].push(i)
@@ -52,7 +55,7 @@ def write_plans(
         rows,l = [rows[j] for j in go],l[go]
     return d.state()
 
-# %% ../nbs/21_generator.ipynb #695f5ff8
+# %% ../nbs/21_generator.ipynb #db4e78ae
 def top_k(
     rng:np.random.Generator, # Source of chance
     k:int=40,                # Tokens to choose among
@@ -65,7 +68,7 @@ def top_k(
         return int(rng.choice(at, p=p/p.sum()))
     return pick
 
-# %% ../nbs/21_generator.ipynb #db2e3777
+# %% ../nbs/21_generator.ipynb #efe45228
 class StreamGenerator(Generator):
     "Trace drafts by a model with a state (Equation 4): the SSM of Section 3.1, or its Transformer twin."
     def __init__(self,
@@ -101,7 +104,7 @@ class StreamGenerator(Generator):
         if isinstance(drafts, Exception): raise drafts
         return drafts, new
 
-# %% ../nbs/21_generator.ipynb #734c6fd1
+# %% ../nbs/21_generator.ipynb #42627728
 @patch
 def generate_many(self:StreamGenerator,
     states:Sequence[StreamState], # One per conversation
@@ -143,7 +146,7 @@ def _why(self:StreamGenerator, state, table, w, p):
     if table is not None and (n := table.evicted-state.table.evicted): said.append(f'{n} older words gave up their slots')
     return '; '.join(said)
 
-# %% ../nbs/21_generator.ipynb #5c321af1
+# %% ../nbs/21_generator.ipynb #78fab80e
 @patch
 def observe(self:StreamGenerator,
     state:StreamState,             # $h_{t-1}$
@@ -160,7 +163,7 @@ def observe(self:StreamGenerator,
     read = self.model.prefill([ids], state=state.h)[1]
     return StreamState(self.model.decoder(read).state(), table, len(ids))       # what a model keeps within a turn only is gone
 
-# %% ../nbs/21_generator.ipynb #d61172fd
+# %% ../nbs/21_generator.ipynb #19b59b40
 def usable(
     gen:StreamGenerator,      # Generator to wrap
     unknown:float=.6,         # Highest share of unknown words in a question
@@ -173,7 +176,7 @@ def usable(
     f.config = gen.config | dict(unknown=unknown)
     return f
 
-# %% ../nbs/21_generator.ipynb #b5cfdde7
+# %% ../nbs/21_generator.ipynb #0e04af28
 @patch
 def to_bytes(self:StreamGenerator,
     state:StreamState, # A state
@@ -199,7 +202,7 @@ def weights_hash(model):
         h.update(k.encode()+v[::max(1, len(v)//4096)].float().cpu().numpy().tobytes())
     return h.hexdigest()[:12]
 
-# %% ../nbs/21_generator.ipynb #9025c761
+# %% ../nbs/21_generator.ipynb #8a4c59bd
 @patch
 def from_bytes(self:StreamGenerator,
     b:bytes, # What `to_bytes` gave
@@ -229,7 +232,7 @@ def load(self:StreamGenerator,
     except ValueError as e: raise GeneratorError(f'not a saved state: {e}') from None
     return self.from_bytes(b)
 
-# %% ../nbs/21_generator.ipynb #9b597b40
+# %% ../nbs/21_generator.ipynb #29e4664f
 GENERATOR_FILE = 'generator.json'
 
 def _json(folder, name):
@@ -268,7 +271,7 @@ def write_layout(
     files = {p.name: file_hash(p) for p in _files(folder)}
     (Path(folder)/GENERATOR_FILE).write_text(json.dumps(dict(layout=dataclasses.asdict(layout), files=files, **more), indent=1)+'\n', encoding='utf-8')
 
-# %% ../nbs/21_generator.ipynb #e47b0b37
+# %% ../nbs/21_generator.ipynb #38262b85
 def load_generator(
     folder,              # A checkpoint folder: an SSM's or a Transformer's
     path:str='numba',    # Path of the SSM, see `Mamba2LM.use`; on a GPU 'cuda'

@@ -9,8 +9,9 @@ __all__ = ['TORCH_OPS', 'PATHS', 'TOLERANCE', 'LORA_TARGETS', 'MambaError', 'sca
            'NumpyPath', 'NumpyDecoder', 'NumbaPath', 'NumbaDecoder', 'cuda_ops', 'CudaPath', 'CudaGraph', 'CudaDecoder',
            'self_test', 'cast', 'load_mamba', 'as_hf', 'lora', 'race', 'decoding', 'reading', 'training', 'one_turn']
 
-# %% ../nbs/20_mamba.ipynb #104f7dc7
+# %% ../nbs/20_mamba.ipynb #8b072d62
 import json, math
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -26,11 +27,11 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, ini
 from transformers.modeling_outputs import CausalLMOutput
 from .checkpoints import MODEL_TYPE, SHAPE, CheckpointError, check_shape, read_shape, read_tensors
 
-# %% ../nbs/20_mamba.ipynb #8ca3f2b4
+# %% ../nbs/20_mamba.ipynb #ab0d8408
 class MambaError(ValueError):
     "A model, state or path was used in a way that would give wrong numbers; the message says which and what is allowed."
 
-# %% ../nbs/20_mamba.ipynb #a2c3a96d
+# %% ../nbs/20_mamba.ipynb #68f6f92a
 def scan_steps(
     x:torch.Tensor,  # Inputs (batch, length, heads, channels)
     dt:torch.Tensor, # Step sizes $\Delta$, positive (batch, length, heads); zero leaves the state alone
@@ -47,7 +48,7 @@ def scan_steps(
         ys.append((h*C[:,t,:,None,:]).sum(-1))
     return torch.stack(ys, 1), h
 
-# %% ../nbs/20_mamba.ipynb #2580238a
+# %% ../nbs/20_mamba.ipynb #0c433e3e
 def scan_chunks(
     x:torch.Tensor,       # As in `scan_steps`
     dt:torch.Tensor,      # 
@@ -82,7 +83,7 @@ def scan_chunks(
         y = torch.cat([y[:,:f], y[:,f:]+off], 1) if f else y+off
     return y.transpose(2,3).reshape(b,l+pad,H,P)[:,:l].to(dtype), h if final else None
 
-# %% ../nbs/20_mamba.ipynb #f22ef19c
+# %% ../nbs/20_mamba.ipynb #e3c50f84
 class _ConvSiLU(torch.autograd.Function):
     "The convolution as a few products on whole arrays: fewer passes over memory than `conv1d`, above all in the backward pass."
     @staticmethod
@@ -122,7 +123,7 @@ def last_inputs(
     at = lengths[:,None]+torch.arange(k, device=x.device)
     return xx.gather(1, at[...,None].expand(-1, -1, xx.shape[-1])).transpose(1,2)
 
-# %% ../nbs/20_mamba.ipynb #1567f519
+# %% ../nbs/20_mamba.ipynb #ff5684ff
 class MambaConfig(PretrainedConfig):
     "Shape of a `Mamba2LM` (the fields of `SHAPE`) and how to train it."
     model_type = MODEL_TYPE
@@ -153,7 +154,7 @@ class MambaConfig(PretrainedConfig):
     @property
     def channels(self): return self.inner+2*self.n_groups*self.state_size
 
-# %% ../nbs/20_mamba.ipynb #3d9e07f7
+# %% ../nbs/20_mamba.ipynb #e6343ced
 class RMSNorm(nn.Module):
     "Root mean square norm in fp32; gated by `silu(z)` and in `groups` when used inside a layer."
     def __init__(self, n, eps, groups=1):
@@ -165,7 +166,7 @@ class RMSNorm(nn.Module):
         s = s*torch.rsqrt(s.pow(2).mean(-1, keepdim=True)+self.eps)
         return s.view(x.shape).to(self.weight.dtype)*self.weight
 
-# %% ../nbs/20_mamba.ipynb #e305da17
+# %% ../nbs/20_mamba.ipynb #b2fe4966
 TORCH_OPS = SimpleNamespace(conv=causal_conv, scan=scan_chunks)
 
 class Mixer(nn.Module):
@@ -199,7 +200,7 @@ class Mixer(nn.Module):
         y = self.norm((y+x*self.D.to(x.dtype)[:,None]).flatten(2), z)
         return self.out_proj(y.to(u.dtype)), conv2, ssm
 
-# %% ../nbs/20_mamba.ipynb #febae3c9
+# %% ../nbs/20_mamba.ipynb #cba0645f
 class Block(nn.Module):
     "Norm, layer, residual; the residual stream may be kept in fp32."
     def __init__(self, c):
@@ -226,7 +227,7 @@ class Backbone(nn.Module):
             states.append(s)
         return self.norm_f(r), states
 
-# %% ../nbs/20_mamba.ipynb #a4a92617
+# %% ../nbs/20_mamba.ipynb #c4003eec
 class Mamba2LM(PreTrainedModel, GenerationMixin):
     "Mamba-2 with a language model head and an explicit state (Sections 3.1 and B.1); see `prefill`, `step`, `greedy`, `use`."
     config_class,base_model_prefix,main_input_name = MambaConfig,'backbone','input_ids'
@@ -255,7 +256,7 @@ class Mamba2LM(PreTrainedModel, GenerationMixin):
             init.ones_(m.D)
             init.copy_(m.out_proj.weight, m.out_proj.weight/math.sqrt(self.config.num_hidden_layers))
 
-# %% ../nbs/20_mamba.ipynb #527b64f9
+# %% ../nbs/20_mamba.ipynb #44470f06
 @patch
 def forward(self:Mamba2LM,
     input_ids:torch.Tensor=None,      # Ids (batch, length)
@@ -284,7 +285,7 @@ def prepare_inputs_for_generation(self:Mamba2LM, input_ids, attention_mask=None,
     "For libraries that call `generate`: right, and slow, since every token reads everything again. Use `greedy`."
     return dict(input_ids=input_ids, attention_mask=attention_mask)
 
-# %% ../nbs/20_mamba.ipynb #138ebd7a
+# %% ../nbs/20_mamba.ipynb #fde3dc02
 @dataclass(frozen=True, eq=False)
 class MambaState:
     "$h_t$ of one or more conversations (Section C.3): fixed in size, never written to."
@@ -306,7 +307,7 @@ class MambaState:
     def nbytes(self): return self.conv.nbytes+self.ssm.nbytes
     def __repr__(self): return f'MambaState({len(self)} rows, {self.nbytes:,} bytes, tokens seen: {list(self.tokens)})'
 
-# %% ../nbs/20_mamba.ipynb #2597cd15
+# %% ../nbs/20_mamba.ipynb #ff92e5a7
 @patch
 def dump(self:MambaState)->bytes: # A safetensors file
     "The state as bytes."
@@ -335,7 +336,7 @@ def start(self:Mamba2LM,
     z = lambda dtype, *s: torch.zeros(c.num_hidden_layers, rows, *s, device=w.device, dtype=dtype)
     return MambaState(z(w.dtype, c.channels, c.conv_kernel-1), z(torch.float32, c.heads, c.head_dim, c.state_size), (0,)*rows)
 
-# %% ../nbs/20_mamba.ipynb #22ede55b
+# %% ../nbs/20_mamba.ipynb #0b10f215
 @patch
 def check_state(self:Mamba2LM,
     s:MambaState, # A state
@@ -348,7 +349,7 @@ def check_state(self:Mamba2LM,
     if got!=want: raise MambaError(f'the state has sizes {got}, this model with {rows} rows needs {want}')
     return s
 
-# %% ../nbs/20_mamba.ipynb #c62ba345
+# %% ../nbs/20_mamba.ipynb #7d8daf0b
 def pack_ids(
     ids,             # Lists of ids, or a tensor (rows, length)
     lengths=None,    # Real tokens per row of a tensor; all when not given
@@ -364,11 +365,14 @@ def pack_ids(
     if vocab and (ids.min()<0 or ids.max()>=vocab): raise MambaError(f'ids reach from {ids.min()} to {ids.max()}, the embedding has rows 0 to {vocab-1}')
     return ids.to(device), n.to(device)
 
-# %% ../nbs/20_mamba.ipynb #07fe74fe
+# %% ../nbs/20_mamba.ipynb #c1fba008
 class TorchPath:
     "PyTorch on any device: chunked scan for many tokens, eager operations for one."
     name,ops,exact = 'torch',TORCH_OPS,False
     def __init__(self, model): self.model = model
+    def at_once(self):
+        "For a stretch in which nobody changes the weights: a path that looks whether somebody did needs to look once."
+        return nullcontext()
     def prefill(self, ids, n, s, every):
         m,l = self.model,ids.shape[1]
         keep = None if (n==l).all() else torch.arange(l, device=ids.device)<n[:,None]
@@ -377,7 +381,7 @@ class TorchPath:
         return m.lm_head(r).float(), MambaState(torch.stack([c for c,_ in new]), torch.stack([h for _,h in new]), tuple(a+b for a,b in zip(s.tokens, n.tolist())))
     def decoder(self, s): return TorchDecoder(self, s)
 
-# %% ../nbs/20_mamba.ipynb #b9b701a5
+# %% ../nbs/20_mamba.ipynb #f5b9e19c
 class TorchDecoder:
     "Decoding on a private copy of a state."
     def __init__(self, path, s):
@@ -407,7 +411,7 @@ class TorchDecoder:
 
     def state(self): return MambaState(self.conv.clone(), self.ssm.clone(), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #d00912b6
+# %% ../nbs/20_mamba.ipynb #f70487e0
 @patch
 @torch.no_grad()
 def prefill(self:Mamba2LM,
@@ -437,7 +441,7 @@ def step(self:Mamba2LM,
     d = self.decoder(state)
     return d.step(ids[:,0]), d.state()
 
-# %% ../nbs/20_mamba.ipynb #dc1a7ec9
+# %% ../nbs/20_mamba.ipynb #8bb04c57
 def _silu(x): return x/(1+np.exp(-x))
 def _rms(x, w, eps, groups=1):
     g = x.reshape(groups, -1)
@@ -465,7 +469,7 @@ def numpy_step(
         r = r + w('mixer.out_proj.weight')@_rms(y.reshape(-1)*_silu(z), w('mixer.norm.weight'), c.norm_eps, c.n_groups)
     return W.get('lm_head.weight', W['backbone.embedding.weight'])@_rms(r, W['backbone.norm_f.weight'], c.norm_eps)
 
-# %% ../nbs/20_mamba.ipynb #4a723125
+# %% ../nbs/20_mamba.ipynb #3ffa660c
 def plain_weights(
     model:Mamba2LM, # On the CPU, fp32
     path:str,       # For messages
@@ -485,7 +489,7 @@ def weights_mark(
     "Where the weights are and a sample of them."
     return tuple((v.__array_interface__['data'][0], v.reshape(-1)[::max(1, v.size//64)].tobytes()) for v in W.values())
 
-# %% ../nbs/20_mamba.ipynb #3aa7a0a2
+# %% ../nbs/20_mamba.ipynb #5ca4c04d
 class NumpyPath(TorchPath):
     "The readable reference: every token, in prefill too, through `numpy_step`."
     name,exact = 'numpy',True
@@ -511,7 +515,7 @@ class NumpyDecoder:
         return torch.from_numpy(np.stack(out).astype(np.float32))
     def state(self): return MambaState(torch.from_numpy(self.conv.copy()), torch.from_numpy(self.ssm.copy()), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #ef8e6b29
+# %% ../nbs/20_mamba.ipynb #fd86d1f7
 _fast = {'reassoc','contract','nsz','arcp'}       # may reorder sums; keeps infinities and NaN
 def _jit(f):
     "Compile `f` when it is first called. Kept on disk only from the module: there one file holds all of them, whereas in a notebook a changed callee goes unnoticed."
@@ -535,7 +539,7 @@ def _matmul(W, X, Y, n):
             for j in range(k): s += W[i,j]*X[b,j]
             Y[b,i] = s
 
-# %% ../nbs/20_mamba.ipynb #7d1b0add
+# %% ../nbs/20_mamba.ipynb #508c4ecc
 @_jit
 def _sigmoids(a, p, e):
     "p ← sigmoid(a), elementwise; `e` is integer scratch."
@@ -549,7 +553,7 @@ def _sigmoids(a, p, e):
     q = e.view(np.float32)
     for i in range(a.shape[0]): p[i] = f(1)/(f(1)+p[i]*q[i])
 
-# %% ../nbs/20_mamba.ipynb #19d6ddfb
+# %% ../nbs/20_mamba.ipynb #c2d2c64e
 @_jit
 def _mix(a, conv, ssm, cw, cb, dtb, A, D, G, eps, y, p, e):
     "Convolution, recurrence and gated norm of one row: `a` (gate, conv inputs, steps) → `y`."
@@ -590,7 +594,7 @@ def _norm(r, x, eps):
     s = np.float32(1)/np.sqrt(s/np.float32(r.shape[0])+eps)
     for i in range(r.shape[0]): x[i] = r[i]*s
 
-# %% ../nbs/20_mamba.ipynb #dcb7186b
+# %% ../nbs/20_mamba.ipynb #dcb34f27
 @_jit
 def _layers(w, ids, rows, n, conv, ssm, buf, e):
     "One token in each of the first `n` of `rows` through all layers; the states are changed in place."
@@ -627,7 +631,7 @@ def _read(w, ids, lens, every, conv, ssm, buf, e, logits, out):
         for b in range(n):
             if every or t==lens[rows[b]]-1: out[rows[b],t if every else 0] = logits[b]
 
-# %% ../nbs/20_mamba.ipynb #3a4eb1d4
+# %% ../nbs/20_mamba.ipynb #58a70ce2
 @_jit
 def _greedy(w, logits, rows, n, vocab, stop, most, conv, ssm, buf, e, out, count):
     "Write up to `most` tokens per row into `out`, from the `logits` on; a row ends with a stop token."
@@ -651,15 +655,22 @@ def _greedy(w, logits, rows, n, vocab, stop, most, conv, ssm, buf, e, out, count
         n = k
         if n==0: break
 
-# %% ../nbs/20_mamba.ipynb #65e6a490
+# %% ../nbs/20_mamba.ipynb #12230c37
 class NumbaPath(TorchPath):
     "CPU, fp32: prefill in chunks, row by row; decoding in one compiled function."
-    name,exact,short,mark,packed = 'numba',True,16,None,None
+    name,exact,short,mark,packed,held = 'numba',True,16,None,None,False
     def weights(self):
         "Packed weights, made again when the model's have changed."
+        if self.held: return self.packed
         W = plain_weights(self.model, self.name)
         if (mark := weights_mark(W))!=self.mark: self.packed,self.mark = self.pack(W),mark
         return self.packed
+    @contextmanager
+    def at_once(self):
+        self.weights()
+        self.held = True
+        try: yield
+        finally: self.held = False
     def pack(self, W):
         c = self.model.config
         g = lambda k, f=lambda x: x: np.stack([np.ascontiguousarray(f(W[f'backbone.layers.{l}.{k}'])) for l in range(c.num_hidden_layers)])
@@ -681,7 +692,7 @@ class NumbaPath(TorchPath):
         return torch.cat(logits)[order], MambaState.cat(st for *_,st in parts)[order.tolist()]
     def decoder(self, s): return NumbaDecoder(self, s)
 
-# %% ../nbs/20_mamba.ipynb #2ae35ea5
+# %% ../nbs/20_mamba.ipynb #94176cad
 class NumbaDecoder:
     "The compiled step on a private copy of a state."
     def __init__(self, path, s):
@@ -715,7 +726,7 @@ class NumbaDecoder:
         "The state; without `copy` for a decoder that is not used any more."
         return MambaState(torch.from_numpy(self.conv.transpose(0,1,3,2).copy()), torch.from_numpy(self.ssm.copy() if copy else self.ssm), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #18744ee4
+# %% ../nbs/20_mamba.ipynb #e2dfed4b
 def cuda_ops()->SimpleNamespace: # `conv`, `scan`, and the single-step kernels
     "The kernels in the form of `TORCH_OPS`; `MambaError` says what to install."
     if not torch.cuda.is_available(): raise MambaError('path "cuda" needs a GPU that torch can see; on a CPU use "numba" or "torch"')
@@ -733,7 +744,7 @@ def cuda_ops()->SimpleNamespace: # `conv`, `scan`, and the single-step kernels
         return r if final else (r, None)
     return SimpleNamespace(conv=conv, scan=scan, conv_step=causal_conv1d_update, scan_step=selective_state_update)
 
-# %% ../nbs/20_mamba.ipynb #a3eb516f
+# %% ../nbs/20_mamba.ipynb #c86c847f
 class CudaPath(TorchPath):
     "mamba-ssm kernels; decoding on resident buffers, one captured graph per number of rows (Section C.3)."
     name,rows = 'cuda',16
@@ -782,7 +793,7 @@ class CudaGraph:
         for l,b in enumerate(self.m.backbone.layers): r = (r.float() if b.fp32 else r)+self.mix(l, b.mixer, b.norm(r))
         return self.m.lm_head(self.m.backbone.norm_f(r)).float()
 
-# %% ../nbs/20_mamba.ipynb #c184be3c
+# %% ../nbs/20_mamba.ipynb #64ab1039
 class CudaDecoder:
     "Packs a state into the resident buffers; one decoder at a time may use a graph."
     def __init__(self, path, s):
@@ -823,7 +834,7 @@ class CudaDecoder:
         return got
     def state(self, copy=True): return MambaState(self.g.conv[:,:self.n].clone(), self.g.ssm[:,:self.n].clone(), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #7310c1ea
+# %% ../nbs/20_mamba.ipynb #caea3a82
 PATHS = {p.name:p for p in (TorchPath, NumpyPath, NumbaPath, CudaPath)}
 TOLERANCE = {torch.float32:1e-4, torch.bfloat16:5e-2, torch.float16:1e-2}    # times the largest logit, or 1
 
@@ -852,7 +863,7 @@ def self_test(
     if not off<=tol: raise MambaError(f'path {engine.name!r} failed its self-test: carried prefill and a full forward differ by {off:.2g} of the largest logit, allowed {tol:g}')
     return off
 
-# %% ../nbs/20_mamba.ipynb #ab1ccfb7
+# %% ../nbs/20_mamba.ipynb #c3495790
 @patch
 def use(self:Mamba2LM,
     path:str='torch',  # 'torch', 'numba', 'cuda', or 'numpy' (the slow reference)
@@ -867,7 +878,7 @@ def use(self:Mamba2LM,
 @patch(as_prop=True)
 def path(self:Mamba2LM): return self.engine.name
 
-# %% ../nbs/20_mamba.ipynb #1575b0d7
+# %% ../nbs/20_mamba.ipynb #978d5042
 @patch
 @torch.no_grad()
 def greedy(self:Mamba2LM,
@@ -878,8 +889,10 @@ def greedy(self:Mamba2LM,
     vocab:int=None,          # Only ids below this; all when not given
 )->tuple[list[list[int]],MambaState]: # New ids per row, and the state that has seen prompt and ids
     "Prefill, then greedy decoding; `state` stays as it is."
-    logits,s = self.prefill(prompts, state=state)
-    d,stop,vocab = self.decoder(s),set(stop),min(vocab or self.config.vocab_size, self.config.vocab_size)
+    with self.engine.at_once():
+        logits,s = self.prefill(prompts, state=state)
+        d = self.decoder(s)
+    stop,vocab = set(stop),min(vocab or self.config.vocab_size, self.config.vocab_size)
     if hasattr(d, 'greedy'): return d.greedy(logits, stop, most, vocab), d.state(copy=False)
     out,rows = [[] for _ in prompts],list(range(len(prompts) if most>0 else 0))
     while rows:
@@ -890,7 +903,7 @@ def greedy(self:Mamba2LM,
         rows,logits = [rows[k] for k in go],logits[go]
     return out, d.state()
 
-# %% ../nbs/20_mamba.ipynb #c3e8d154
+# %% ../nbs/20_mamba.ipynb #5e1781ba
 def cast(
     model:Mamba2LM, # Model
     dtype,          # For example `torch.bfloat16`
@@ -917,7 +930,7 @@ def load_mamba(
     for p in m.parameters(): p.requires_grad_(True)
     return cast(m, dtype).to(device).eval().use(path)
 
-# %% ../nbs/20_mamba.ipynb #39bb7131
+# %% ../nbs/20_mamba.ipynb #1af9a0cd
 def as_hf(
     model:Mamba2LM, # Model
     chunk:int=64,   # Chunk length of its scan
@@ -931,7 +944,7 @@ def as_hf(
     m.load_state_dict({k.replace('embedding.', 'embeddings.'):v.detach().clone() for k,v in model.state_dict().items()})
     return m.eval()
 
-# %% ../nbs/20_mamba.ipynb #84643d53
+# %% ../nbs/20_mamba.ipynb #ba1be22c
 LORA_TARGETS = ('in_proj', 'out_proj')
 
 def lora(
@@ -947,7 +960,7 @@ def lora(
     if n!=2*model.config.num_hidden_layers: raise MambaError(f'adapters were placed on {n} projections, expected {2*model.config.num_hidden_layers}')
     return m
 
-# %% ../nbs/20_mamba.ipynb #34328875
+# %% ../nbs/20_mamba.ipynb #85ba5881
 def race(
     runs:dict, # Name → what to time, a function without arguments
     n:int=5,   # Rounds
@@ -989,7 +1002,7 @@ def reading(
         for i in range(tokens): d.step(ids[i:i+1])
     return dict(prefill=lambda: model.prefill(ids[None], state=s), steps=lambda: steps(model.decoder(s)), eager=lambda: steps(TorchDecoder(TorchPath(model), s)))
 
-# %% ../nbs/20_mamba.ipynb #5d25c8dc
+# %% ../nbs/20_mamba.ipynb #dc80525d
 def training(
     model,           # A `Mamba2LM` or `Mamba2ForCausalLM`; a copy is trained
     rows:int=4,      # Sequences
