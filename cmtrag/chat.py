@@ -8,7 +8,7 @@ __all__ = ['TRANSCRIPT', 'COMMANDS', 'GENERATORS', 'ChatError', 'plain', 'one_li
            'dag_links', 'Chat', 'documents_home', 'Indexed', 'read_documents', 'index_documents', 'make_generator',
            'open_chat']
 
-# %% ../nbs/29_chat.ipynb #03a480e5
+# %% ../nbs/29_chat.ipynb #9b7896c6
 import contextlib, difflib, hashlib, json, os, re, shutil, sys
 from datetime import datetime
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from .retrieval import Retriever, index_for
 from .pipeline import Session, Step
 from .profiles import ProfileError, load_profile, make_encoder, make_reader, make_retriever, make_trace_generator, reader_name, readers
 
-# %% ../nbs/29_chat.ipynb #d3174b7e
+# %% ../nbs/29_chat.ipynb #8ab299de
 class ChatError(ValueError):
     "What was typed cannot be done, or a part failed; the message says what to do. The conversation is as it was."
 
-# %% ../nbs/29_chat.ipynb #02e0460a
+# %% ../nbs/29_chat.ipynb #8a51ee30
 _control = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 def plain(
@@ -48,7 +48,7 @@ def one_line(
     s = plain(' '.join(s.split()))
     return s if not n or len(s)<=n else s[:n-1].rstrip()+'…'
 
-# %% ../nbs/29_chat.ipynb #54267da2
+# %% ../nbs/29_chat.ipynb #8a87226e
 def citation(
     corpus,                     # `Corpus` that holds it
     pid:str,                    # Paragraph id
@@ -68,7 +68,7 @@ def numbers(
     "The citation numbers of a turn."
     return {p: i for i,p in enumerate(dict.fromkeys(p for c in context for p in c), 1)}
 
-# %% ../nbs/29_chat.ipynb #27237c4f
+# %% ../nbs/29_chat.ipynb #e075e56a
 def why_reused(
     dag,                 # `TraceDAG` with the traces before
     deps:Iterable[int],  # Dependencies of the trace
@@ -90,7 +90,7 @@ def answer_in(
     a = flat(answer)
     return [p for p in pids if a.strip() and a in flat(f'{corpus[p].title} | {corpus[p].text}')]
 
-# %% ../nbs/29_chat.ipynb #e7f39336
+# %% ../nbs/29_chat.ipynb #090c613f
 def plan_text(
     step:Step, # A `plan` step
 )->str: # One line a draft
@@ -116,7 +116,7 @@ def trace_text(
     said = ' · '.join(x for x in (mine, old and f'from memory {old}') if x) or 'none'
     return f'T{node.id} {one_line(node.sub_question)}{deps}\n   → {one_line(node.answer) or "(no answer)"}{held}\n   evidence {said}'
 
-# %% ../nbs/29_chat.ipynb #95bed6b8
+# %% ../nbs/29_chat.ipynb #dc200910
 def _many(n, what, plural=''): return f'{n:,} {what if n==1 else plural or what+"s"}'
 
 def cost_text(
@@ -148,7 +148,7 @@ def turn_text(
     parts = [trace_text(corpus, dag, *x, cite) for x in zip(turn.nodes, turn.context, turn.reused, turn.looked_up)]
     return '\n'.join([*parts, '', end_text(corpus, turn, documents)])
 
-# %% ../nbs/29_chat.ipynb #ffb6c03c
+# %% ../nbs/29_chat.ipynb #dd33f524
 def turn_record(
     chat,       # `Chat`
     turn:Turn,  # One of its turns
@@ -165,7 +165,7 @@ def turn_record(
     return dict(turn=turn.turn, query=turn.query, answer=turn.answer, traces=traces, evidence=evidence, calls=turn.calls, seconds=turn.seconds, notes=list(turn.notes),
                 reader=chat.session.reader.name, generator=chat.session.generator.name)
 
-# %% ../nbs/29_chat.ipynb #16e452e0
+# %% ../nbs/29_chat.ipynb #dfd34d5d
 def _rows(dag, queries):
     "Lines of a drawing: `(trace id or None, text)`."
     q,rows = dict(enumerate(queries, 1)),[]
@@ -187,7 +187,7 @@ def _margin(r, spans, lane, width):
         out += c + ('─' if reach else ' ')
     return out
 
-# %% ../nbs/29_chat.ipynb #90ba2c55
+# %% ../nbs/29_chat.ipynb #2ea7c305
 def dag_text(
     dag,                     # `TraceDAG`
     queries:Iterable[str]=() # The user's questions, from turn 1
@@ -217,7 +217,7 @@ def dag_links(
         open_ |= {i: k for i,c in enumerate(m[1]) if c in '┌┬'}
     return out
 
-# %% ../nbs/29_chat.ipynb #8c770e0c
+# %% ../nbs/29_chat.ipynb #ad76dceb
 class Chat:
     "A session with everything around it that a person needs."
     def __init__(self,
@@ -239,7 +239,7 @@ def steps(self:Chat,
     try: yield from self.session.stream(question)
     except (ValueError, LLMError, OSError) as e: raise ChatError(f'this turn failed and is not part of the conversation: {one_line(str(e))}') from e
 
-# %% ../nbs/29_chat.ipynb #4f374108
+# %% ../nbs/29_chat.ipynb #243c3d85
 @patch
 def tell(self:Chat,
     text:str, # A question, or a command that begins with `/`
@@ -270,7 +270,7 @@ def say(self:Chat,
     "The whole reply."
     return '\n'.join(self.tell(text))
 
-# %% ../nbs/29_chat.ipynb #ee15f43a
+# %% ../nbs/29_chat.ipynb #ea9b493e
 TRANSCRIPT = 1
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def _read_transcript(path):
     if not all(isinstance(d.get(k), list) for k in ('turns','states')) or len(d['turns'])!=len(d['states']): raise ChatError(f'{path}: turns and states do not match; the file was changed')
     return d
 
-# %% ../nbs/29_chat.ipynb #fe7f1bb1
+# %% ../nbs/29_chat.ipynb #f415e118
 def _states(generator, d, turns):
     "The states of a transcript when they are this generator's, else what it makes of the turns."
     try:
@@ -343,7 +343,7 @@ def load(self:Chat,
     other = [f'{what} is now {now}, was {d.get(what)}' for what,now in (('generator', s.generator.name), ('reader', s.reader.name)) if d.get(what)!=now]
     return ' · '.join([f'{_many(len(turns), "turn")} loaded', *other])
 
-# %% ../nbs/29_chat.ipynb #095b4506
+# %% ../nbs/29_chat.ipynb #d6e491d6
 @patch
 def autosave(self:Chat)->Path: # The file; `None` when there is nothing to lose
     "Write turns that are not saved yet to the cache; `ChatError` when that is impossible."
@@ -352,7 +352,7 @@ def autosave(self:Chat)->Path: # The file; `None` when there is nothing to lose
     with _of_file(folder, 'made'): folder.mkdir(parents=True, exist_ok=True)
     return self.save(folder/f'{datetime.now().strftime("%Y-%m-%d_%H%M%S")}-{os.getpid()}.json')
 
-# %% ../nbs/29_chat.ipynb #46886a0a
+# %% ../nbs/29_chat.ipynb #ad9ab7ab
 def _show(chat, arg):
     turn = chat.session.turns[-1] if chat.session.turns else None
     ids  = {str(n): p for p,n in numbers(turn.context).items()} if turn else {}
@@ -375,7 +375,7 @@ def _quit(chat, arg):
     chat.done = True
     return ''
 
-# %% ../nbs/29_chat.ipynb #083f6506
+# %% ../nbs/29_chat.ipynb #aa7b81c6
 def _file(what): return lambda chat,arg: what(chat, arg) if arg else _wants_file()
 def _wants_file(): raise ChatError('a file name must follow')
 
@@ -399,7 +399,7 @@ def command(self:Chat,
         raise ChatError(f'unknown command /{one_line(name, 30)}' + (f', did you mean /{near[0]}?' if near else ';') + ' /help lists what there is (a question that begins with / needs a space before it)')
     return COMMANDS[name][2](self, arg.strip())
 
-# %% ../nbs/29_chat.ipynb #a9ccf7be
+# %% ../nbs/29_chat.ipynb #52d09c19
 def _real(folder):
     try: return Path(folder).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as e: raise DocumentError(f'{one_line(str(folder), 200)}: is no folder that can be used: {one_line(str(e))}') from None
@@ -422,7 +422,7 @@ class Indexed:
         i = self.index
         return f'{self.documents.summary()}\n{_many(i.encoded, "paragraph")} new, {i.taken_over if i.encoded else len(i):,} taken over ({len(i):,} in all, encoder {i.encoder.name})'
 
-# %% ../nbs/29_chat.ipynb #fcc8acd6
+# %% ../nbs/29_chat.ipynb #243b646a
 def _prune(home, index):
     "Remove the indexes in `home` that `index` came after: same encoder, dimension and revision (named as `index_for` does), other state of the folder."
     e = index.encoder
@@ -474,7 +474,7 @@ def index_documents(
         _prune(home, index)
     return Indexed(docs, index, home)
 
-# %% ../nbs/29_chat.ipynb #53737499
+# %% ../nbs/29_chat.ipynb #d29f11f6
 GENERATORS = ('auto', 'llm', 'query', 'trained')
 
 def make_generator(
@@ -497,7 +497,7 @@ def make_generator(
     from cmtrag.drafts import LLMDrafts
     return LLMDrafts(reader.llm), f'{reader.llm.name} also writes the sub-questions.'
 
-# %% ../nbs/29_chat.ipynb #d5ddf4f1
+# %% ../nbs/29_chat.ipynb #1efac8ba
 def open_chat(
     source,                  # Folder, `Documents` or `Corpus`
     profile:str='small',     # Profile name

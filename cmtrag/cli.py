@@ -6,12 +6,12 @@
 __all__ = ['EVAL_PARAMETERS', 'RUN', 'CLIError', 'say', 'run_index', 'run_ask', 'run_chat', 'eval_command', 'run_eval',
            'run_doctor', 'Parser', 'parser', 'error_line', 'main']
 
-# %% ../nbs/34_cli.ipynb #3a8a9dc5
+# %% ../nbs/34_cli.ipynb #6d26fe71
 import argparse, contextlib, json, os, re, shlex, subprocess, sys, traceback, warnings
 from pathlib import Path
 import cmtrag
 
-# %% ../nbs/34_cli.ipynb #4d07d823
+# %% ../nbs/34_cli.ipynb #1e187815
 class CLIError(ValueError):
     "Wrong use of the command line."
 
@@ -21,7 +21,7 @@ def say(
     "Write to the error output."
     print(*text, sep='\n', file=sys.stderr, flush=True)
 
-# %% ../nbs/34_cli.ipynb #939c879e
+# %% ../nbs/34_cli.ipynb #c5fca595
 def _open(args):
     "A chat as the arguments describe it; what is said on the way goes to the error output."
     from cmtrag.chat import open_chat
@@ -56,7 +56,7 @@ def run_ask(
     print(json.dumps(turn_record(chat, turn), ensure_ascii=False, indent=1) if args.json else turn_text(chat.corpus, chat.session.dag, turn, chat.documents))
     return 0
 
-# %% ../nbs/34_cli.ipynb #3227d02d
+# %% ../nbs/34_cli.ipynb #c5b43f42
 @contextlib.contextmanager
 def _history():
     "Line editing, with a history that is kept in the cache; without `readline` (Windows) nothing."
@@ -89,7 +89,7 @@ def _lines(tty):
                 print()
                 return
 
-# %% ../nbs/34_cli.ipynb #ccda9482
+# %% ../nbs/34_cli.ipynb #9874db06
 def _reply(chat, line, tty, debug=False):
     "Print the reply to a line; False if there is none. A fault of ours ends the reply, not the conversation."
     try:
@@ -130,7 +130,7 @@ def run_chat(
         raise
     return 0 if good or tty else 2
 
-# %% ../nbs/34_cli.ipynb #a9606bfe
+# %% ../nbs/34_cli.ipynb #a8d232d6
 _noise = re.compile(r'(Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|.*KeyboardInterrupt caught in kernel|\s*$')
 
 def eval_command(
@@ -167,7 +167,7 @@ def run_doctor(
     print(json.dumps([vars(f) for f in found], ensure_ascii=False, indent=1) if args.json else doctor_text(found, args.profile))
     return int(any(f.state=='fail' for f in found))
 
-# %% ../nbs/34_cli.ipynb #7f2eb3de
+# %% ../nbs/34_cli.ipynb #384b0540
 class Parser(argparse.ArgumentParser):
     "An `ArgumentParser` whose errors are one line."
     def error(self, message):
@@ -186,7 +186,7 @@ def _debug(p):
     p.add_argument('--debug', action='store_true', help='show where an error comes from')
     p.set_defaults(debug=False)
 
-# %% ../nbs/34_cli.ipynb #c8c70198
+# %% ../nbs/34_cli.ipynb #3fa0fa13
 _about = {'index': 'read a folder (Markdown, text, HTML, JSONL) and index it; again: only what changed', 'ask': 'answer one question about a folder', 'chat': 'hold a conversation about a folder',
           'eval': 'run the evaluation notebook', 'doctor': 'what is installed, what will run, and what to do about the rest'}
 EVAL_PARAMETERS = 'profile, reader, systems, source, split, limit, k, seed, workers, generator, tag'
@@ -214,7 +214,7 @@ def parser()->Parser: # All commands
     for p in ps.values(): _debug(p)
     return top
 
-# %% ../nbs/34_cli.ipynb #b95e0745
+# %% ../nbs/34_cli.ipynb #6f6c27f5
 RUN = dict(index=run_index, ask=run_ask, chat=run_chat, eval=run_eval, doctor=run_doctor)
 
 def _visible(s):
@@ -250,7 +250,7 @@ def main(
         say(f'cmtrag: {line}')
         return code
 
-# %% ../nbs/34_cli.ipynb #d24b50ec
+# %% ../nbs/34_cli.ipynb #0aaf4823
 def _run(args):
     try:
         code = RUN[args.command](args)
@@ -264,5 +264,5 @@ def _run(args):
         with contextlib.suppress(OSError, ValueError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
-# %% ../nbs/34_cli.ipynb #7b9b55be
+# %% ../nbs/34_cli.ipynb #d62f7854
 if __name__=='__main__' and '__file__' in globals(): sys.exit(main())  # `python -m cmtrag.cli`; a notebook has no file
