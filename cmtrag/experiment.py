@@ -10,7 +10,7 @@ __all__ = ['TRAINED', 'SYSTEMS', 'EVAL_DEFAULTS', 'EVAL_CHECKS', 'PAIRS', 'BUILD
            'pick_dialogue', 'build_sources', 'check_files', 'named_realizer', 'benchmark', 'said_hash', 'build_config',
            'short_sample']
 
-# %% ../nbs/39_experiment.ipynb #99bfe5d2
+# %% ../nbs/39_experiment.ipynb #220b66d5
 import dataclasses, difflib, hashlib, json
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from .dag import TraceDAG, edge_types
 from .pipeline import CMTSystem, DirectSystem
 from .profiles import load_profile, reader_name
 
-# %% ../nbs/39_experiment.ipynb #8f83e5aa
+# %% ../nbs/39_experiment.ipynb #a960d6b8
 def eval_source(
     source:str,   # `'world'`, or a file of MuSiQue rows
     split:str,    # Split of the sample world; only a label for a file
@@ -52,7 +52,7 @@ def eval_dialogues(
     if not data.dialogues: raise SourceError(f'no dialogue can be made of {len(src.questions)} questions: {data.counts}', src.name)
     return data
 
-# %% ../nbs/39_experiment.ipynb #852d70e4
+# %% ../nbs/39_experiment.ipynb #041eebec
 def _gold(gold_answers, links): return lambda name,retriever,reader,k,kw,gen: CMTSystem(
     name, lambda d: GoldGenerator(d, links=links), retriever, reader, gold_answers=gold_answers, k=k, lookup=links, **kw)
 def _trained(**off): return lambda name,retriever,reader,k,kw,gen: CMTSystem(name, lambda d: gen, retriever, reader, k=k, **kw | off)
@@ -61,7 +61,7 @@ TRAINED = {'cmt': _trained(), 'cmt-no-dag': _trained(reuse=False), 'cmt-no-state
 SYSTEMS = {'direct': lambda name,retriever,reader,k,kw,gen: DirectSystem(retriever, reader, k=k, name=name), **TRAINED,
            'oracle': _gold(False, True), 'oracle-gold': _gold(True, True), 'no-links': _gold(False, False), 'no-links-gold': _gold(True, False)}
 
-# %% ../nbs/39_experiment.ipynb #927ef9b9
+# %% ../nbs/39_experiment.ipynb #d8e60342
 def system_names(
     names:str, # Comma-separated
 )->list[str]: # Keys of `SYSTEMS`, in the order given
@@ -86,7 +86,7 @@ def make_systems(
     if generator is None and (n := next((n for n in names if n in TRAINED), '')): raise ValueError(f'system {n} needs a trace generator')
     return [SYSTEMS[n](n, retriever, reader, k, switches, generator) for n in names]
 
-# %% ../nbs/39_experiment.ipynb #f0561cea
+# %% ../nbs/39_experiment.ipynb #8488ad1b
 def turn_key(system, dialogue, turn):
     "The key of a turn in a run's record."
     return f'{system}/{dialogue}/{turn}'
@@ -117,7 +117,7 @@ def hold_recorded(
         folder.append(dict(system=system.name, dialogue=dialogue.id, turn=u.turn, result=to_dict(t), state=s.dump_state()), key)
         yield True
 
-# %% ../nbs/39_experiment.ipynb #14104789
+# %% ../nbs/39_experiment.ipynb #442f7d12
 def _answered(jobs, folder, workers):
     if workers<=1:
         for j in jobs: yield from hold_recorded(*j, folder)
@@ -138,7 +138,7 @@ def run_systems(
     now = sum(progress(steps, total=total, desc='turns') if show else steps)
     return dict(answered=now, resumed=total-now)
 
-# %% ../nbs/39_experiment.ipynb #c5581be7
+# %% ../nbs/39_experiment.ipynb #97dc77f0
 EVAL_DEFAULTS = dict(profile='small', reader='', systems='direct,oracle,oracle-gold,no-links', source='world', split='dev', limit=8, k=0, seed=0, workers=0, generator='', tag='')
 
 def check_source(
@@ -164,7 +164,7 @@ def eval_parameters(
     d = vars(p) | dict(reader=reader_name(prof, p.reader), systems=system_names(p.systems), k=p.k or prof.k, source=p.source if p.source=='world' else resolve_path(p.source))
     return {k: v for k,v in d.items() if k!='workers' and (k!='generator' or uses_generator(d['systems']))}
 
-# %% ../nbs/39_experiment.ipynb #6ad05d83
+# %% ../nbs/39_experiment.ipynb #4ad28908
 def eval_config(
     p,        # Checked parameters of `40_eval`
     data,     # `MuMuQA` that is evaluated
@@ -178,7 +178,7 @@ def eval_config(
     return dict(parameters=eval_parameters(p), profile=prof, reader=reader.config, encoder=dict(name=encoder.name, revision=encoder.revision, dim=encoder.dim),
                 **({} if generator is None else dict(generator=generator.config)), corpus=data.corpus.hash, dialogues=hashlib.sha256(said.encode()).hexdigest()[:16])
 
-# %% ../nbs/39_experiment.ipynb #c9e06f04
+# %% ../nbs/39_experiment.ipynb #49e8910c
 def published_run():
     "Folder of the finished run that `make eval` makes: `40_eval` with its default parameters; `ValueError` when there is none, or more than one."
     want = eval_parameters(SimpleNamespace(**EVAL_DEFAULTS))
@@ -186,7 +186,7 @@ def published_run():
     if len(found)!=1: raise ValueError(f'{len(found)} finished runs with the default parameters in outputs/40_eval' + ('; run: make eval' if not found else f'; remove all but one: {", ".join(f.name for f in found)}'))
     return found[0]
 
-# %% ../nbs/39_experiment.ipynb #83fbf084
+# %% ../nbs/39_experiment.ipynb #bb0a33ba
 def _distance(u, turn_of): return max((u.turn-turn_of[e.dep] for t in u.traces for e in t.edges if e.cross_turn), default=0)
 
 def score_turn(
@@ -214,7 +214,7 @@ def score_run(
     rows = [score_turn(r, by_id[r['dialogue']]) for r in folder.done.values()]  # the run's name holds its dialogues: there are no others
     return pd.DataFrame(sorted(rows, key=lambda r: (r['system'], order[r['dialogue']], r['turn'])))
 
-# %% ../nbs/39_experiment.ipynb #e354bc84
+# %% ../nbs/39_experiment.ipynb #6d51ec99
 def summarise(
     scores, # From `score_run`
 )->dict: # `{'systems': {name: figures}}`, the content of `metrics.json`
@@ -234,7 +234,7 @@ def summarise(
         out[name] = {k: (round(float(v), 6) if isinstance(v, float) else v) for k,v in r.items()}
     return {'systems': out}
 
-# %% ../nbs/39_experiment.ipynb #90ae8fc1
+# %% ../nbs/39_experiment.ipynb #c67fd79e
 def table(
     metrics:dict,  # From `summarise`
     names:list,    # Order of the rows
@@ -248,8 +248,9 @@ def table(
         'plan / retrieve / read s': f"{r['plan']:.3f} / {r['retrieve']:.3f} / {r['read']:.2f}"}
     return pd.DataFrame([row(n, metrics['systems'][n]) for n in names if n in metrics['systems']])
 
-# %% ../nbs/39_experiment.ipynb #fb052a41
-PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle')]
+# %% ../nbs/39_experiment.ipynb #10f6dcac
+PAIRS = [('oracle','direct'), ('oracle-gold','direct'), ('oracle','no-links'), ('oracle-gold','no-links'), ('oracle-gold','no-links-gold'), ('oracle-gold','oracle'),
+         ('cmt','direct'), ('cmt','no-links'), ('cmt','cmt-no-state'), ('cmt','cmt-no-dag'), ('oracle','cmt')]
 
 def differences(
     scores,                  # From `score_run`
@@ -270,7 +271,7 @@ def differences(
                              'excludes 0': i.excludes_zero, 'turns': len(d)})
     return pd.DataFrame(rows)
 
-# %% ../nbs/39_experiment.ipynb #d9e2e712
+# %% ../nbs/39_experiment.ipynb #b6d68b76
 def _lines(ax, scores, by, label, names, col):
     for n in names:
         g = scores[scores.system==n].groupby(by, observed=True)[col].agg(['mean','size'])
@@ -297,7 +298,7 @@ def plot_scores(
     axs[0,0].legend(fontsize=8); fig.suptitle(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #004a30d9
+# %% ../nbs/39_experiment.ipynb #612d2a4b
 def plot_seconds(
     metrics:dict, # From `summarise`
     names:list,   # Systems
@@ -313,7 +314,7 @@ def plot_seconds(
     ax.invert_yaxis(); ax.set_xlabel('seconds a turn'); ax.legend(); ax.set_title(title)
     return fig
 
-# %% ../nbs/39_experiment.ipynb #bfd8572f
+# %% ../nbs/39_experiment.ipynb #7f86df06
 def _said(answer, gold, aliases, ok=exact_match):
     return markdown_cell(answer or '(empty)') if ok(answer, gold, aliases) else f'{markdown_cell(answer or "(empty)")} ✗ <sub>gold: {markdown_cell(gold)}</sub>'
 
@@ -335,7 +336,7 @@ def show_dialogue(
     dag = TraceDAG(nodes, {k: v for k,v in found.items() if v})
     return '\n'.join([*rows, '', '```mermaid', dag.mermaid(edge_types(dialogue), queries=dialogue.queries), '```'])
 
-# %% ../nbs/39_experiment.ipynb #d0c568d6
+# %% ../nbs/39_experiment.ipynb #8bfa1cd6
 def pick_dialogue(
     dialogues:list, # Dialogues of a run
 ): # One of them
@@ -343,7 +344,7 @@ def pick_dialogue(
     links = lambda d: sum(e.cross_turn for t in d.traces for e in t.edges)
     return max((d for d in dialogues if d.kind=='short' and len(d.turns)<=5), key=lambda d: (links(d), -len(d.traces)), default=dialogues[0])
 
-# %% ../nbs/39_experiment.ipynb #2c841589
+# %% ../nbs/39_experiment.ipynb #59b23708
 def build_sources(
     source:str='world', # `'world'`, or files of decomposed questions with commas
     dev:str='',         # Files of the source's own development set; empty: `source` is parted
@@ -358,7 +359,7 @@ def build_sources(
     read = lambda files: join_sources([read_source(resolve_path(f.strip())) for f in files.split(',') if f.strip()])
     return read(source),read(dev) if dev else None
 
-# %% ../nbs/39_experiment.ipynb #8c250563
+# %% ../nbs/39_experiment.ipynb #c2483dbf
 BUILD_DEFAULTS = dict(source='world', dev='', worlds=1, scale=.05, seed=0, workers=2, realizer='rules', relocated=.25, max_uses=2, window=3, single=True, salt='')
 
 def check_files(s):
@@ -376,7 +377,7 @@ BUILD_CHECKS = dict(source=_some_files, dev=check_files, worlds=_least(1), scale
                     relocated=_within(0, 1), max_uses=_least(0), window=_least(1))
 BUILD_ALLOWED = dict(realizer=list(REALIZERS))
 
-# %% ../nbs/39_experiment.ipynb #3f858483
+# %% ../nbs/39_experiment.ipynb #440d58b3
 def named_realizer(questions, split, seed, name='rules'):
     "A realizer for one side: called by `build`, maybe in another process."
     return make_realizer(name, questions, split, seed, check=False)
@@ -394,7 +395,7 @@ def benchmark(
     if not mq.dialogues: raise SourceError(f'no dialogue can be made of {len(train.questions)} questions: {mq.counts}', train.name)
     return mq,[*train.questions, *(dev.questions if dev else [])]
 
-# %% ../nbs/39_experiment.ipynb #cb630a6d
+# %% ../nbs/39_experiment.ipynb #6b8b9f92
 def said_hash(dialogues):
     "12 hexadecimal digits of everything that dialogues say: their ids come from their content."
     return hashlib.sha256('\n'.join(f'{d.kind} {d.split} {d.id}' for d in dialogues).encode()).hexdigest()[:12]
@@ -410,7 +411,7 @@ def build_config(
     files = {k: [resolve_path(f.strip()) for f in getattr(p, k).split(',') if f.strip()] for k in ('source','dev') if getattr(p, k)!='world'}
     return dict(parameters={k: v for k,v in vars(p).items() if k in BUILD_DEFAULTS and k not in ('workers','source','dev')}, source={k: v for k,v in files.items() if v} or 'world', **made)
 
-# %% ../nbs/39_experiment.ipynb #d57ccd6e
+# %% ../nbs/39_experiment.ipynb #dd597493
 def short_sample(
     source:str,   # `'world'`, or a file of decomposed questions
     split:str,    # Chooses the wordings of follow-ups

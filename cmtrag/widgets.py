@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from .traces import Dialogue, TraceNode, Turn, answer_refs, remap_refs, resolve_refs
 from .sources import Paragraph
 from .runs import project_root
-from .generator import Generator, GeneratorError
+from .drafts import Generator, GeneratorError
 from .dag import TraceDAG, xml_text
 from .pipeline import Session, SessionBusy, Step
 from .chat import Chat, ChatError, why_reused

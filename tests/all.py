@@ -31,7 +31,7 @@ def smoke(p):
 def pytests():
     xml = logs/'pytest.xml'
     xml.unlink(missing_ok=True)
-    rc = run('pytest', [sys.executable, '-m', 'pytest', '-q', '-m', 'not soak', 'tests', f'--junitxml={xml}', '-p', 'no:cacheprovider', '--durations=8'], timeout=1500)
+    rc = run('pytest', [sys.executable, '-m', 'pytest', '-q', '-m', 'not soak', 'tests', f'--junitxml={xml}', '-p', 'no:cacheprovider', '--durations=8'], timeout=2700)
     if not xml.exists(): return 0,1,0
     s = ET.parse(xml).getroot().find('testsuite').attrib
     n,f,k = int(s['tests']),int(s['failures'])+int(s['errors']),int(s['skipped'])

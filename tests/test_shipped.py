@@ -1,0 +1,53 @@
+"The trace generator that the package ships: what it is, and that it still does what its card says."
+from functools import lru_cache
+import pytest
+from cmtrag.curriculum import held_out, memory_lines
+from cmtrag.generator import load_generator
+from cmtrag.pipeline import Session
+from cmtrag.profiles import generator_folder, generators, load_profile, make_trace_generator
+from cmtrag.sft import previous_plans, score_drafts, score_plans
+
+@lru_cache
+def gen(): return load_generator(generator_folder(load_profile('small')))
+
+@lru_cache
+def scores(kind, n, reset=False): return score_plans(gen(), held_out('dev').after[kind][:n], reset=reset)
+
+def test_it_ships_whole_and_small():
+    assert 'small' in generators()
+    folder = generator_folder(load_profile('small'))
+    assert {p.name for p in folder.iterdir()}=={'README.md', 'config.json', 'generator.json', 'model.safetensors', 'slot_tokenizer.json'}
+    assert sum(p.stat().st_size for p in folder.iterdir())<20e6
+    card = (folder/'README.md').read_text(encoding='utf-8')
+    assert 'papermill nbs/43_sft.ipynb' in card and 'seed' in card
+
+def test_its_words_are_no_names():
+    told = {w for d in held_out('dev').after['single'] for t in d.traces for w in t.answer.split() if w[:1].isupper()}
+    capital = {w for w in gen().scribe.tok.words if w[:1].isupper()}
+    assert len(capital)<40 and len(capital & told)<5
+
+@pytest.mark.parametrize('kind, n, floor', [('single', 100, .93), ('short', 40, .78), ('long', 20, .55)])
+def test_it_plans_unseen_worlds(kind, n, floor):
+    s = scores(kind, n)
+    assert s['plan']>=floor and s['invalid']==0 and s['within']['f1']>=.95, s['plan']
+
+def test_it_needs_its_state():
+    own,reset = scores('long', 20),scores('long', 20, True)
+    ds = held_out('dev').after['long'][:20]
+    last = score_drafts(ds, previous_plans(ds))
+    assert own['plan_linked']>=reset['plan_linked']+.25
+    assert own['across']['f1']>=last['across']['f1']+.2
+
+def test_a_follow_up_finds_its_trace():
+    g = make_trace_generator(load_profile('small'))
+    ds,s = g.generate(g.start(), 'Where was Ludmir Varagast born?', 1)
+    assert [d.sub_question for d in ds]==['Where was Ludmir Varagast born?']
+    ds,s = g.generate(s, 'Who founded Korbel Records?', 2)
+    assert [d.sub_question for d in ds]==['Who founded Korbel Records?']
+    ds,s = g.generate(s, 'Who is the mayor of that city?', 3)
+    assert ds[0].deps==(1,) and '[A_1]' in ds[0].sub_question
+
+def test_what_it_cannot_read_is_passed_on():
+    g = make_trace_generator(load_profile('small'))
+    ds,s = g.generate(g.start(), 'Wieso, weshalb, warum?', 1)
+    assert ds[0].sub_question=='Wieso, weshalb, warum?' and s.count==1
