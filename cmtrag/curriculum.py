@@ -9,7 +9,7 @@ __all__ = ['CLASS', 'BROAD', 'BINS', 'KEY_SHAPES', 'SETS', 'DENSE', 'SIZES', 'FR
            'memory_lines', 'find_key', 'resolved', 'accuracy', 'canonical', 'plain_plans', 'Dialogues', 'names_in',
            'held_out_names', 'one_world', 'curriculum', 'held_out', 'test_world', 'plot_distances']
 
-# %% ../nbs/15_curriculum.ipynb #fd3c1c0b
+# %% ../nbs/15_curriculum.ipynb #ef366c0e
 import dataclasses, hashlib, random, re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -22,9 +22,9 @@ from .sources import Hop
 from .synthesis import Aim, check_phrases, content_id
 from .traces import Dialogue, TraceDraft, answer_refs, check_dialogue, resolve_refs
 from .wording import GENERIC, KIND, RELATIONS, head_noun, type_noun
-from .world import KINDS, RELATIONS as FACTS, make_world, world_source
+from .world import KINDS, RELATIONS as FACTS, _the, make_world, world_source
 
-# %% ../nbs/15_curriculum.ipynb #f39620be
+# %% ../nbs/15_curriculum.ipynb #7cae969a
 _joint = r"(?:, |[ ](?:(?:of|and|for|to|from|de|von|&)[ ])?(?:the[ ])?)"
 _name  = re.compile(rf"(?<!^)(?<![.?!] )\b[A-Z][\w'’.\-]*(?:{_joint}[A-Z0-9][\w'’.\-]*)*")
 _ref   = re.compile(r'\[A_(\d+)\]')
@@ -36,7 +36,7 @@ def names(
     "The names that a sub-question says itself; references are no names."
     return tuple(dict.fromkeys(re.sub(r"['’]s$", '', m[0].strip(' ?,.')) for m in _name.finditer(_ref.sub('[]', text))))
 
-# %% ../nbs/15_curriculum.ipynb #2508e679
+# %% ../nbs/15_curriculum.ipynb #501aeb34
 _classes = dict(town='place, city, town, village, municipality, settlement, location, capital, suburb, borough, neighbourhood',
     country='country, kingdom, republic, empire', area='area, county, province, region, district, state, territory, prefecture, parish',
     mountain='mountain, volcano', stadium='stadium, venue, arena',
@@ -51,7 +51,7 @@ def type_class(
     "The class of a type noun."
     return CLASS.get(noun) or ('person' if KIND.get(noun)=='person' else noun)
 
-# %% ../nbs/15_curriculum.ipynb #9bf386b7
+# %% ../nbs/15_curriculum.ipynb #b82666e6
 def _shape(s): return re.compile('^'+re.escape(s).replace(r'\{x\}', '.+').replace(r'\{t\}', '[a-z ]+')+'$')
 
 _shapes = [(_shape(s), r) for r in RELATIONS.values() for s in (r.ask, r.alt) if s]
@@ -76,7 +76,7 @@ def asked_for(
     "What a sub-question asks for, as far as its text tells."
     return _asked_for(_ref.sub('it', text))
 
-# %% ../nbs/15_curriculum.ipynb #a196d567
+# %% ../nbs/15_curriculum.ipynb #a47a36c1
 @dataclass(frozen=True)
 class Heard:
     "What a listener knows of a trace."
@@ -107,7 +107,7 @@ def hear(
         known[t.id] = Heard(t.id, t.turn, noun, kind, role, own, frozenset(own).union(*(b.names for b in before)), anchors[:2], full, type_class(noun))
     return known
 
-# %% ../nbs/15_curriculum.ipynb #9a0b4a0e
+# %% ../nbs/15_curriculum.ipynb #f8115577
 def alike(
     o:Heard,  # Another trace
     t:Heard,  # The trace that is meant
@@ -118,7 +118,7 @@ def alike(
     if o.kind and o.kind == t.kind: return bool({o.noun, t.noun} & BROAD) or noun in GENERIC
     return '' in (o.kind, t.kind) and bool({'person','organisation'} & {o.kind, t.kind})
 
-# %% ../nbs/15_curriculum.ipynb #cc08732e
+# %% ../nbs/15_curriculum.ipynb #43be9371
 _points = re.compile(r'^(that same|that very|that|this|the aforementioned|the said|the previously named|the)\s', re.I)
 
 def _noun_for(t, told):
@@ -150,7 +150,7 @@ def clear_phrases(
         if t.role and t.kind=='person': short += [(1.5, f.format(n=t.role)) for f in w['role']]
     return short,_by_name(t, noun, others, w['anchored'])
 
-# %% ../nbs/15_curriculum.ipynb #7ccec5af
+# %% ../nbs/15_curriculum.ipynb #339e7ee6
 _both  = re.compile(r' and ((?:the|what|which) [^?]+|[A-Z][^?]*)\?(.*)', re.S)
 _verb  = re.compile(r'\b(do|does|did|is|are|was|were|has|have) $')   # "do that team and the club … contest": the verb stays behind
 _tight = re.compile(r"['’]|,? (?:and|or) |, (?![\w ]*(?:what|which|who|where|when|how)\b)| (?:in|on|at|during|for|by|since|after|before|from|to) ")
@@ -169,7 +169,7 @@ def room_for(
         elif _tight.match(right) or re.search(r'\w, $', left) or right.startswith(' with ') and not re.search(r'connects? $', left): return
     return lambda p: (left+p+right)[:1].upper() + (left+p+right)[1:]
 
-# %% ../nbs/15_curriculum.ipynb #7ac1c408
+# %% ../nbs/15_curriculum.ipynb #b1fd1656
 def _secrets(u, t): return [a for x in (t, *u.traces) for a in (x.answer, *x.aliases)]
 
 def _again(query, old, cs, fit, secrets, rng):
@@ -194,7 +194,7 @@ def _reaim_turn(u, known, traces, wordings, rng, c):
     edges = lambda t: tuple(dataclasses.replace(e, phrase=new[e.dep]) if e.cross_turn else e for e in t.edges)
     return dataclasses.replace(u, query=q, traces=tuple(dataclasses.replace(t, edges=edges(t)) for t in u.traces))
 
-# %% ../nbs/15_curriculum.ipynb #75f45fdc
+# %% ../nbs/15_curriculum.ipynb #4243c940
 def unclear(c): return sum(n for k,n in c.items() if k.startswith('unclear'))  # References without a clear phrase in a count
 
 def reaim(
@@ -214,7 +214,7 @@ def reaim(
     if len(turns) < len(d.turns) or unclear(c) and not keep: return
     return check_phrases(check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns))))
 
-# %% ../nbs/15_curriculum.ipynb #b2e18dd7
+# %% ../nbs/15_curriculum.ipynb #6ee5a568
 def _sayable(u, mine, heard, wordings):
     "Has every reference of turn `u` a clear phrase by now?"
     if len(olds := _crossing(u)) > 1: return False
@@ -229,7 +229,7 @@ def _say(u, mine, n, turn):
     for i,t in enumerate(u.traces, n+1): mine[t.id] = dataclasses.replace(mine[t.id], id=i, turn=turn)
     return mine,[mine[t.id] for t in u.traces]
 
-# %% ../nbs/15_curriculum.ipynb #f90d3067
+# %% ../nbs/15_curriculum.ipynb #55f88e69
 def clear_merge(
     sessions,          # Short dialogues, each clear by itself
     rng,               # `random.Random`
@@ -251,7 +251,7 @@ def clear_merge(
         if not turns[s]: opened.remove(s)
     return out
 
-# %% ../nbs/15_curriculum.ipynb #1bcca870
+# %% ../nbs/15_curriculum.ipynb #f982b4ca
 def clear_order(
     d:Dialogue,        # An interleaved dialogue, phrases as they came
     sessions:dict,     # Id → short dialogue: where its turns come from
@@ -271,7 +271,7 @@ def clear_order(
         if e := reaim(f, wordings, seed): c[f'{d.kind}: clear in another order'] += 1; return f,e
     c[f'{d.kind}: left out, no order is clear'] += 1
 
-# %% ../nbs/15_curriculum.ipynb #d3a1f300
+# %% ../nbs/15_curriculum.ipynb #9f0d4630
 def distances(
     dialogues, # Annotated dialogues
 )->list[int]: # Turns between a reference and its trace, one for each cross-turn edge
@@ -295,7 +295,7 @@ def reach_shares(
     far = lambda n: sum(x>=n for x in g)/max(1, len(g))
     return {'edges': len(g), 'a dialogue': len(g)/max(1, len(dialogues)), '3 turns or more': far(3), '6 or more': far(6)}
 
-# %% ../nbs/15_curriculum.ipynb #14608c7a
+# %% ../nbs/15_curriculum.ipynb #d5989501
 _forms = [(k, re.compile('^'+re.escape(f).replace(r'\{n\}', '(?P<n>.+?)').replace(r'\{a\}', '(?P<a>.+)')+'$', re.I))
           for k in ('anchored','unique','recent') for f in sorted(set(WORDINGS['all'][k]), key=lambda f: -len(f))]
 _roles = {r.role for r in RELATIONS.values() if r.role}
@@ -326,7 +326,7 @@ def find_trace(
     best = [o for o in some if o.role==noun] or [o for o in some if _means(noun, o)] or some
     return best[-1].id if best else None
 
-# %% ../nbs/15_curriculum.ipynb #f59c4284
+# %% ../nbs/15_curriculum.ipynb #d8030672
 KEY_SHAPES = ('name type', 'type name', 'name')
 
 def _key(name, call, shape):
@@ -358,7 +358,7 @@ def memory(
     "What a trace leaves behind for later references; nothing when its answer is a number or a date, or when nobody could say what it asks for."
     return [] if t.kind=='time' or t.noun=='thing' else list(dict.fromkeys([t.type, *(_key(a, t.call, shape) for a in t.anchors)]))
 
-# %% ../nbs/15_curriculum.ipynb #2062f88d
+# %% ../nbs/15_curriculum.ipynb #cc9d105a
 def memory_lines(
     d:Dialogue,            # A dialogue
     shape:str='name type', # See `ref_key`
@@ -377,7 +377,7 @@ def find_key(
     "Resolve a reference by its memory lines alone."
     return next((i for k,i in reversed(lines) if k==key), None)
 
-# %% ../nbs/15_curriculum.ipynb #3ab005dd
+# %% ../nbs/15_curriculum.ipynb #dc258716
 def resolved(
     dialogues,             # Annotated dialogues
     shape:str='name type', # Of the keys
@@ -405,8 +405,7 @@ def accuracy(
     order = sorted(out, key=lambda k: int(re.match(r'\d+', k)[0]) if by=='distance' else 0)
     return {k: (len(out[k]), *(sum(r[w] for r in out[k])/len(out[k]) for w in ('rules','lines'))) for k in order}
 
-# %% ../nbs/15_curriculum.ipynb #e5c30f2c
-_article = re.compile(r'^(Bay|Gulf|Treaty|University|Bank) of |^River |( River| Line| Peak| Bridge| Museum| Theatre| Lighthouse| Library| Company| Brewery| Bank| Network| Derby)$')
+# %% ../nbs/15_curriculum.ipynb #077b0d9b
 _either  = {'treaty','line','derby','wed'}                    # relations of two things of which neither is the first
 
 def _wording(r):
@@ -444,9 +443,9 @@ def _wordings():
 
 def _mention(x):
     n = x[4:] if re.match('the [A-Z]', x) else x
-    return 'the '*bool(_article.search(n)) + n
+    return 'the '*bool(_the.search(n)) + n
 
-# %% ../nbs/15_curriculum.ipynb #389b7c07
+# %% ../nbs/15_curriculum.ipynb #66691f81
 @lru_cache(100_000)
 def canonical(
     text:str, # A sub-question
@@ -474,7 +473,7 @@ def plain_plans(
     turns = [dataclasses.replace(u, traces=tuple(map(plain, u.traces))) for u in d.turns]
     return check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns)))
 
-# %% ../nbs/15_curriculum.ipynb #118f5744
+# %% ../nbs/15_curriculum.ipynb #1e29b994
 SETS = dict(train=dict(land='train', seed=0),                  # and the seeds after it, one a world
             dev=dict(land='train', seed=1000),                 # wordings of training, unseen names
             dev_wordings=dict(land='test', seed=1000),         # unseen wordings, unseen names
@@ -496,7 +495,7 @@ class Dialogues:
         lines = [f'{w} {k} {d.id}' for w in ('after','before') for k,ds in getattr(self, w).items() for d in ds]
         return hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:12]
 
-# %% ../nbs/15_curriculum.ipynb #3f2cd259
+# %% ../nbs/15_curriculum.ipynb #884ffda1
 def names_in(
     q, # A source question
 )->set: # Every name in its hops, answers included
@@ -508,7 +507,7 @@ def held_out_names()->frozenset: # Of the sets that share the land of the traini
     "Names that may not occur in training."
     return frozenset(e.name for s in SETS.values() if s['land']=='train' and s['seed'] for e in make_world(s['seed']).land('train').ents)
 
-# %% ../nbs/15_curriculum.ipynb #5763ccc7
+# %% ../nbs/15_curriculum.ipynb #e79dabf6
 _source = lru_cache(4)(world_source)   # a world takes seconds
 
 def _clear_shorts(qs, realizer, n, split, seed, licence, c):
@@ -548,7 +547,7 @@ def one_world(
         if sizes.get(k): pairs[k] = _interleaved(shorts, k, sizes[k], land, seed, window, c)
     return Dialogues({k: [p[1] for p in ps] for k,ps in pairs.items()}, {k: [p[0] for p in ps] for k,ps in pairs.items()}, c)
 
-# %% ../nbs/15_curriculum.ipynb #ebaf84bb
+# %% ../nbs/15_curriculum.ipynb #a47eabe5
 def _one(job): return one_world(*job)
 
 def curriculum(
@@ -569,7 +568,7 @@ def curriculum(
     join = lambda w: {k: [d for m in made for d in getattr(m, w).get(k, [])] for k in sizes}
     return Dialogues(join('after'), join('before'), sum((m.counts for m in made), Counter()))
 
-# %% ../nbs/15_curriculum.ipynb #16c87c95
+# %% ../nbs/15_curriculum.ipynb #c047e296
 FROZEN = dict(test='e02c3dbc4e22', test_wordings='7d93f96ab620')   # written down before anything was trained
 
 @lru_cache(None)
@@ -587,7 +586,7 @@ def test_world(
     if (h := held_out(name).hash) != FROZEN[name]: raise ValueError(f'the test set {name} has changed: hash {h}, frozen {FROZEN[name]}')
     return held_out(name)
 
-# %% ../nbs/15_curriculum.ipynb #bc9e37be
+# %% ../nbs/15_curriculum.ipynb #cfc56812
 def plot_distances(
     sets, # Name → dialogues
 ): # A matplotlib figure

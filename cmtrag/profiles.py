@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_folders', 'read_params', 'check_keys', 'Profile',
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
-           'make_reader', 'generators', 'generator_folder', 'make_trace_generator']
+           'make_reader', 'shipped_generators', 'generators', 'generator_folder', 'make_trace_generator']
 
-# %% ../nbs/28_profiles.ipynb #0820ca7a
+# %% ../nbs/28_profiles.ipynb #1cefb6c7
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #6f590f29
+# %% ../nbs/28_profiles.ipynb #ec8067b1
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -25,7 +25,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #47340f55
+# %% ../nbs/28_profiles.ipynb #28e9b5f5
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -40,7 +40,7 @@ def read_params(
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #d4588774
+# %% ../nbs/28_profiles.ipynb #b81b0995
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -55,7 +55,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #85f1a850
+# %% ../nbs/28_profiles.ipynb #c24b638a
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -71,7 +71,7 @@ class Profile:
     unknown:float=.6          # Share of unknown words above which a question is not taken apart
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #50807a8e
+# %% ../nbs/28_profiles.ipynb #216d8fbb
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -92,7 +92,7 @@ def load_profile(
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #a39008a2
+# %% ../nbs/28_profiles.ipynb #a31e58e6
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -118,7 +118,7 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #3d8a1304
+# %% ../nbs/28_profiles.ipynb #b0a1b7b3
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('span', 'smollm', 'endpoint')
 
@@ -140,7 +140,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #54bd0618
+# %% ../nbs/28_profiles.ipynb #fc778b14
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
@@ -174,10 +174,14 @@ def make_reader(
     prompt = d['prompt'] if d['prompt'] in ('auto', *PROMPTS) else resolve_path(d['prompt'])
     return Reader(llm, prompt=prompt, max_tokens=d['max_tokens'])
 
-# %% ../nbs/28_profiles.ipynb #f1b855c4
+# %% ../nbs/28_profiles.ipynb #e144a676
+def shipped_generators()->Path:
+    "Where the package keeps its trace generators."
+    return Path(cmtrag.__file__).parent/'data'/'generators'
+
 def generators():
     "Names of the trace generators that the package ships."
-    return sorted(p.parent.name for p in (Path(cmtrag.__file__).parent/'data'/'generators').glob('*/config.json'))
+    return sorted(p.parent.name for p in shipped_generators().glob('*/config.json'))
 
 def generator_folder(
     profile:Profile, # Gives the default
@@ -185,7 +189,7 @@ def generator_folder(
 )->Path:
     "The checkpoint behind a name; `ProfileError` lists what there is."
     name = name or os.environ.get('CMTRAG_GENERATOR', '') or profile.generator
-    if name in generators(): return Path(cmtrag.__file__).parent/'data'/'generators'/name
+    if name in generators(): return shipped_generators()/name
     f = Path(resolve_path(name))
     if (f/'config.json').is_file(): return f
     raise ProfileError(f"no trace generator {name!r}; shipped: {', '.join(generators()) or 'none'}. For one of yours give its checkpoint folder (generator in the profile, or CMTRAG_GENERATOR)")

@@ -8,10 +8,9 @@ __all__ = ['KINDS', 'SFT_DEFAULTS', 'SFT_CHECKS', 'SftError', 'Stage', 'Recipe',
            'Batches', 'PlanTrainer', 'validation_loss', 'last_checkpoint', 'read_curve', 'Diary', 'quiet',
            'train_phase', 'lora_count', 'adapt', 'check_adapted', 'merge', 'weights_of', 'train_generator',
            'structural_rows', 'Names', 'ref_kind', 'score_turn', 'add_up', 'gold_plans', 'previous_plans',
-           'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'shipped_generators', 'spoken',
-           'recipe_of']
+           'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'spoken', 'recipe_of']
 
-# %% ../nbs/30_sft.ipynb #c86cf8bc
+# %% ../nbs/30_sft.ipynb #f5f8662f
 import dataclasses, hashlib, json, math, random, re, shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,13 +32,13 @@ from .stream import LINK, NOTE, READ, WRITTEN, Scribe
 from .mamba import LORA_TARGETS, MambaConfig, Mamba2LM, lora
 from .twin import TwinLM, twin_config
 from .generator import write_layout
-from .profiles import check_keys, read_params
+from .profiles import check_keys, read_params, shipped_generators
 
-# %% ../nbs/30_sft.ipynb #7435c98c
+# %% ../nbs/30_sft.ipynb #73e97cf4
 class SftError(ValueError):
     "A recipe that can't be used, or a training that went wrong; the message says where and what to change."
 
-# %% ../nbs/30_sft.ipynb #7af6b592
+# %% ../nbs/30_sft.ipynb #b8d42be5
 @dataclass(frozen=True)
 class Stage:
     "One stage of the curriculum (Section B.3, Table 8)."
@@ -57,7 +56,7 @@ class Stage:
     dropout:float=0.    # In front of them
     fresh:bool=True     # New adapters, the old ones merged? Or go on with them?
 
-# %% ../nbs/30_sft.ipynb #941abbc5
+# %% ../nbs/30_sft.ipynb #100bccdf
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides how a generator is trained."
@@ -95,7 +94,7 @@ class Recipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #abf00f32
+# %% ../nbs/30_sft.ipynb #ea39916e
 def _defaults(cls):
     blank = lambda f: f.default if f.default is not dataclasses.MISSING else {}
     return {f.name: blank(f) for f in dataclasses.fields(cls) if f.name!='name'}
@@ -126,7 +125,7 @@ def check_recipe(
         need((r.rate if r.one_schedule else s.rate)>0, f'stage {s.name}: has no learning rate')
     return r
 
-# %% ../nbs/30_sft.ipynb #405e0342
+# %% ../nbs/30_sft.ipynb #9c779569
 def _lengths(turns): return np.array([len(ids) for ids,_ in turns])
 
 def _lost(scribe, d, first):
@@ -134,7 +133,7 @@ def _lost(scribe, d, first):
     if not scribe.ring: return set()
     return {scribe.tok.id(f'[{c}_{scribe.symbol(k)}]') for c in 'TA' for k in range(1, first)}-{scribe.tok.id(f'[{c}_{scribe.symbol(t.id)}]') for c in 'TA' for t in d.traces}
 
-# %% ../nbs/30_sft.ipynb #0218a7eb
+# %% ../nbs/30_sft.ipynb #a086ade6
 def encode_dialogue(
     scribe:Scribe,       # How turns are written
     d:Dialogue,          # Annotated dialogue
@@ -157,7 +156,7 @@ def encode_dialogue(
         kinds[at],gone = READ,int(at.sum())
     return ids, kinds, cut, gone
 
-# %% ../nbs/30_sft.ipynb #0f5909db
+# %% ../nbs/30_sft.ipynb #f8925158
 def move(
     scribe:Scribe,             # How turns are written
     offset:int=0,              # Added to all trace numbers
@@ -172,7 +171,7 @@ def move(
     if order is not None: t[tok.first_slot:tok.first_slot+tok.slots] = tok.first_slot+np.asarray(order)
     return t
 
-# %% ../nbs/30_sft.ipynb #0c16ae1a
+# %% ../nbs/30_sft.ipynb #cc11f5ee
 KINDS = ('single','short','long','ultra')
 
 class TurnStream:
@@ -204,7 +203,7 @@ class TurnStream:
             for i,w in es: h.update(k.encode()+i.tobytes()+w.tobytes())
         return h.hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #66f5ae8e
+# %% ../nbs/30_sft.ipynb #6712f3a0
 @patch
 def example(self:TurnStream,
     kind:str,  # Of the dialogue
@@ -233,7 +232,7 @@ def batch(self:TurnStream,
     targets = np.where(kinds==READ, -100, shift(ids))
     return {k: torch.from_numpy(v) for k,v in dict(ids=ids, targets=targets, weights=self.weight[kinds], kinds=kinds).items()}
 
-# %% ../nbs/30_sft.ipynb #da4be8c0
+# %% ../nbs/30_sft.ipynb #966ec274
 @patch
 def save(self:TurnStream,
     path, # File to write
@@ -262,7 +261,7 @@ def load(cls:TurnStream,
             if s.counts[k]['dialogues']: s.items[k] = list(zip(*(np.split(f.get_tensor(f'{n}.{k}'), f.get_tensor(f'lengths.{k}').cumsum()[:-1]) for n in ('ids','kinds'))))
     return s
 
-# %% ../nbs/30_sft.ipynb #0be5579a
+# %% ../nbs/30_sft.ipynb #8be455f2
 def _endless(kind, n, seed):
     "(kind, number, use) for ever: every dialogue once, in a new order, then again."
     use = 0
@@ -290,7 +289,7 @@ def pack(
         out.append(batch)
     return out
 
-# %% ../nbs/30_sft.ipynb #9a48fd7c
+# %% ../nbs/30_sft.ipynb #54813566
 def _by_tokens(stage, recipe, sizes, flows, rng):
     out = []
     for kind,part in stage.mix.items():
@@ -319,7 +318,7 @@ def plan_batches(
     flows,make = {k: _endless(k, len(sizes[k]), recipe.seed) for k in need},_by_tokens if recipe.tokens else _by_epochs
     return [cap([b for s in phase for b in make(s, recipe, sizes, flows, random.Random(f'{recipe.seed}/{s.name}'))], phase[0]) for phase in recipe.phases]
 
-# %% ../nbs/30_sft.ipynb #2200bb3b
+# %% ../nbs/30_sft.ipynb #1be87557
 def plan_logits(
     model,               # `Mamba2LM`, one with adapters, or its Transformer twin
     ids:torch.Tensor,    # (batch, length)
@@ -341,7 +340,7 @@ def plan_losses(
     right = None if torch.is_grad_enabled() else logits.argmax(-1)==t              # only looked at when nothing is trained
     return F.cross_entropy(logits, t, reduction='none'), batch['weights'][at], batch['kinds'][at], right
 
-# %% ../nbs/30_sft.ipynb #58a8ba8d
+# %% ../nbs/30_sft.ipynb #faf9ba08
 def new_model(
     recipe:Recipe, # Says its shape
     vocab:int,     # Tokens
@@ -352,7 +351,7 @@ def new_model(
         torch.manual_seed(recipe.seed)
         return Mamba2LM(MambaConfig(vocab_size=-(-vocab//8)*8, **{**recipe.model, **changes}))
 
-# %% ../nbs/30_sft.ipynb #0db90036
+# %% ../nbs/30_sft.ipynb #56286b1b
 def new_twin(
     recipe:Recipe, # Says the Mamba-2's shape
     vocab:int,     # Tokens
@@ -364,7 +363,7 @@ def new_twin(
         torch.manual_seed(recipe.seed)
         return TwinLM.fresh(c).model
 
-# %% ../nbs/30_sft.ipynb #40f9f044
+# %% ../nbs/30_sft.ipynb #654c5514
 class Batches(torch.utils.data.Dataset):
     "Batches in the order laid down."
     def __init__(self, stream, batches): self.stream,self.batches = stream,batches
@@ -386,7 +385,7 @@ class PlanTrainer(Trainer):
         if not torch.isfinite(loss): raise SftError(f'step {self.state.global_step+1}: the loss is {loss.item()}; lower the learning rate ({self._get_learning_rate():.2g}) or use precision fp32')
         return loss
 
-# %% ../nbs/30_sft.ipynb #89ced886
+# %% ../nbs/30_sft.ipynb #85aac0df
 _names = {WRITTEN:'text', LINK:'link', NOTE:'note'}
 
 @torch.no_grad()
@@ -415,7 +414,7 @@ def evaluate(self:PlanTrainer, *args, **kw):
     self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, v)
     return v
 
-# %% ../nbs/30_sft.ipynb #52410813
+# %% ../nbs/30_sft.ipynb #2f4cf9aa
 def last_checkpoint(
     folder, # Of the trainer
 )->Path|None:
@@ -438,7 +437,7 @@ def read_curve(
     p = Path(folder)/'curve.jsonl'
     return [json.loads(l) for l in p.read_text(encoding='utf-8').splitlines()] if p.exists() else []
 
-# %% ../nbs/30_sft.ipynb #68e24fc3
+# %% ../nbs/30_sft.ipynb #a3309657
 class Diary(TrainerCallback):
     "Writes the curve, shows progress, marks complete checkpoints."
     def __init__(self, folder, phase, tokens, every):
@@ -461,7 +460,7 @@ class Diary(TrainerCallback):
         if 'eval_loss' in logs: print(f"step {state.global_step}: validation " + ' · '.join(f'{k[5:]} {v:.4f}' for k,v in logs.items() if k.startswith('eval_')) + f" · {rec['rate']:.0f} tokens/s", flush=True)
     def on_save(self, args, state, control, **kw): (Path(args.output_dir)/f'checkpoint-{state.global_step}'/'complete').touch()
 
-# %% ../nbs/30_sft.ipynb #8adb7ced
+# %% ../nbs/30_sft.ipynb #26899785
 @contextmanager
 def quiet():
     "No progress bars and no remarks of `transformers`, only errors (it wonders about the head, which is the embedding and not saved twice)."
@@ -510,7 +509,7 @@ def train_phase(
     with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
     return dict(steps=t.state.global_step, tokens=sum(tokens), best_loss=t.state.best_metric, best_step=t.state.best_global_step, resumed_at=int(at.name.split('-')[1]) if at else 0)
 
-# %% ../nbs/30_sft.ipynb #64073b03
+# %% ../nbs/30_sft.ipynb #dd2ca17a
 def lora_count(
     c:MambaConfig, # Shape of the model
     rank:int,      # Of the adapters
@@ -540,7 +539,7 @@ def check_adapted(m, c, rank, rows):
     if n!=want: raise SftError(f'{n:,} parameters would be trained, expected {want:,} (adapters of rank {rank} on {" and ".join(LORA_TARGETS)}, {rows} rows)')
     return m
 
-# %% ../nbs/30_sft.ipynb #584babcb
+# %% ../nbs/30_sft.ipynb #61fa2a7d
 @torch.no_grad()
 def merge(
     model,              # With adapters
@@ -558,7 +557,7 @@ def merge(
     if not off<most: raise SftError(f'merging changes logits by {off:.2g} of the largest, allowed {most:g}')
     return m
 
-# %% ../nbs/30_sft.ipynb #749cb7b1
+# %% ../nbs/30_sft.ipynb #b0272b75
 def weights_of(
     model,              # A model; its head may be its embedding
     to=torch.float32,   # Type of floating numbers
@@ -585,7 +584,7 @@ def _load_phase(model, work, fresh):
     load_model(model, work/'model.safetensors', strict=False)
     return model
 
-# %% ../nbs/30_sft.ipynb #d04fd4cc
+# %% ../nbs/30_sft.ipynb #103e52b8
 def train_generator(
     model,             # `Mamba2LM` (or its Transformer twin); trained in place unless adapters come and go
     recipe:Recipe,     # How
@@ -619,7 +618,7 @@ def structural_rows(
     "The rows of the seven structural tokens (Section B.1)."
     return [scribe.tok.id(t) for t in STRUCTURAL_TOKENS]
 
-# %% ../nbs/30_sft.ipynb #5f8e762f
+# %% ../nbs/30_sft.ipynb #7956290c
 class Names:
     "Which own trace stands for which gold one."
     def __init__(self): self.own,self.gold = {},{}
@@ -630,7 +629,7 @@ class Names:
         to = lambda s: remap_refs(s, {i: self.gold.get(i, 10**6+i) for i in answer_refs(s)})
         return dataclasses.replace(d, sub_question=to(d.sub_question), keywords=to(d.keywords), deps=tuple(self.gold.get(i, 10**6+i) for i in d.deps))
 
-# %% ../nbs/30_sft.ipynb #032e4f33
+# %% ../nbs/30_sft.ipynb #1510831f
 def ref_kind(
     phrase:str, # How a question refers to an earlier turn
 )->str: # `anchored` ("the city we found for X"), `type` ("that city"), `other` ("that founder")
@@ -661,7 +660,7 @@ def score_turn(
     out['edges'] = [(gold.turn-turn_of[e.dep], ref_kind(e.phrase), (k, e.dep) in found) for k,t in enumerate(gold.traces) for e in t.edges if e.cross_turn]
     return out
 
-# %% ../nbs/30_sft.ipynb #feff40d2
+# %% ../nbs/30_sft.ipynb #5e9c8c61
 def _mean(xs):
     xs = list(xs)
     return sum(xs)/len(xs) if xs else None
@@ -681,7 +680,7 @@ def add_up(
                 keywords=sum(t['kw'] for t in turns)/max(1, total), **sums, by_distance=recall(lambda d, k: bin_name(d), [bin_name(d) for d in (1, 2, 3, 6, 11)]),
                 by_kind=recall(lambda d, k: k, ('type','anchored','other')))
 
-# %% ../nbs/30_sft.ipynb #37b2aca7
+# %% ../nbs/30_sft.ipynb #82493f71
 def gold_plans(dialogues):
     "Per dialogue and turn the gold drafts."
     return [[[t.draft for t in u.traces] for u in d.turns] for d in dialogues]
@@ -706,7 +705,7 @@ def score_drafts(
         out += [score_turn(u, p, turn_of) for u,p in zip(d.turns, ps)]
     return add_up(out)
 
-# %% ../nbs/30_sft.ipynb #a245c699
+# %% ../nbs/30_sft.ipynb #77d689de
 def _ask(gen, states, queries, ids):
     "Plans of several conversations; what is no plan is its `TraceError`."
     if hasattr(gen, 'generate_many'): return gen.generate_many(states, queries, ids)
@@ -747,7 +746,7 @@ def _gold_turn(gen, state, u, note):
     kw = dict(refs=note[0], memory=[note[1].get(t.id, ()) for t in u.traces]) if note else {}
     return gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **kw),u.traces[-1].id+1
 
-# %% ../nbs/30_sft.ipynb #df145070
+# %% ../nbs/30_sft.ipynb #ac4e97c8
 def score_plans(
     generator,           # Trace generator; one with `generate_many` plans many conversations at once
     dialogues,           # Annotated dialogues
@@ -781,7 +780,7 @@ def score_table(
     df['turns'] = df['turns'].astype(int)
     return df.rename_axis('system')
 
-# %% ../nbs/30_sft.ipynb #066bb97a
+# %% ../nbs/30_sft.ipynb #d73da6db
 def sft_card(
     recipe:Recipe,     # How it was trained
     about:dict,        # Name → value: data, seed, hash, steps, …
@@ -819,13 +818,7 @@ def save_generator(
     if most and size>most: raise SftError(f'{folder.name}: {size/1e6:.1f} MB, at most {most/1e6:.0f} MB may ship')
     return folder
 
-# %% ../nbs/30_sft.ipynb #2026dd9b
-def shipped_generators()->Path:
-    "Where the package keeps its generators."
-    import cmtrag
-    return Path(cmtrag.__file__).parent/'data'/'generators'
-
-# %% ../nbs/30_sft.ipynb #441511b6
+# %% ../nbs/30_sft.ipynb #615dbb9d
 _inside = re.compile(r"(?<![.?!:] )(?<!^)\b[A-Z][\w'’-]*")
 
 def spoken(
@@ -840,7 +833,7 @@ def spoken(
         if lines: out += [plain(f'of {k}') for r,m in lines(d) for k in (*(k for k,_ in r), *(k for ks in m.values() for k in ks))]
     return out
 
-# %% ../nbs/30_sft.ipynb #de5fd572
+# %% ../nbs/30_sft.ipynb #c4e0579f
 SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=6, seed=0, single=3000, short=3000, long=4000, order='after', memory=True, keys='name type', words=8, slots=256, ids=256,
                     tokens=0, steps=0, rate=0., train_seed=42, decay='', state=0, width=0, layers=0, head=0, link=0., note=0., batch_tokens=0, every=0, precision='', stages='',
                     start='', path='torch', dev_single=100, dev_short=40, dev_long=20, limit=0, quick=False, ultra=False, wordings=False, publish='', workers=1)
@@ -854,7 +847,7 @@ def _decay_ok(s):
 
 SFT_CHECKS = {k: _whole for k,v in SFT_DEFAULTS.items() if type(v) in (int, float)} | dict(worlds=lambda n: n>0 or 'must be above 0', decay=_decay_ok, start=_folder_ok)
 
-# %% ../nbs/30_sft.ipynb #6db8da51
+# %% ../nbs/30_sft.ipynb #3e6c6d50
 def recipe_of(
     p, # Parameters, as `guard` gives them
 )->Recipe:

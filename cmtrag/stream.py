@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_TOKENS', 'READ', 'WRITTEN', 'LINK', 'NOTE', 'Layout', 'Scribe', 'token_texts', 'Lexicon', 'StreamError',
            'PlanGrammar', 'best', 'refused', 'FreePlan']
 
-# %% ../nbs/19_stream.ipynb #a3074bae
+# %% ../nbs/19_stream.ipynb #620afaa3
 import random, re
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS, Dialogue, TraceDraft, TraceError, answer_refs, escape_control, parse_plan, remap_refs, unescape_control
 from .checkpoints import CheckpointError, NeoXTokenizer, SlotTable, SlotTokenizer
 
-# %% ../nbs/19_stream.ipynb #3f00492e
+# %% ../nbs/19_stream.ipynb #6aa393b7
 @dataclass(frozen=True)
 class Layout:
     "How a turn is written down (Section B.1)."
@@ -25,7 +25,7 @@ class Layout:
 MEMORY_TOKENS = ('[Q]', '[REF]', '[MEM]')
 READ,WRITTEN,LINK,NOTE = 0,1,2,3     # a token is read, or written by the model: as text, as a link to an earlier turn, in a memory line
 
-# %% ../nbs/19_stream.ipynb #369b65e1
+# %% ../nbs/19_stream.ipynb #85213169
 class Scribe:
     "Writes turns as ids, and reads plans back from them."
     def __init__(self,
@@ -47,7 +47,7 @@ class Scribe:
         r = k-(k-s)%self.ring if self.ring else s
         return r if 1<=r<k else 0
 
-# %% ../nbs/19_stream.ipynb #6c9a2218
+# %% ../nbs/19_stream.ipynb #7e9d4d24
 @patch
 def renumber(self:Scribe,
     text:str, # Text with references
@@ -68,7 +68,7 @@ def real(self:Scribe,
     if bad := [s for s,i in ids.items() if not i]: raise TraceError(f'refers to [A_{bad[0]}], which does not exist', f'[T_{k}]')
     return remap_refs(text, ids)
 
-# %% ../nbs/19_stream.ipynb #279645e8
+# %% ../nbs/19_stream.ipynb #4daec2dd
 def _clean(text): return text.encode('utf-8', 'replace').decode('utf-8')     # half of a character (a lone surrogate) is none
 
 @patch
@@ -98,7 +98,7 @@ def number(self:Scribe, k):
     if s not in self._numbers: self._numbers[s] = tuple(self.tok.encode(f'[T_{s}]', self.tok.start())[0])
     return self._numbers[s]
 
-# %% ../nbs/19_stream.ipynb #e89e86a6
+# %% ../nbs/19_stream.ipynb #c3433c3a
 @patch
 def plan(self:Scribe,
     drafts:Sequence[TraceDraft],    # The turn's drafts
@@ -138,7 +138,7 @@ def _kinds(self:Scribe, ids, k, first):
         return bool(m) and 0<self.trace(int(m[1]), k)<first
     return [(i, LINK if link(i) else WRITTEN) for i in ids]
 
-# %% ../nbs/19_stream.ipynb #9f79d670
+# %% ../nbs/19_stream.ipynb #e6aed9c4
 @patch
 def turn(self:Scribe,
     query:str,                    # The user's question
@@ -175,7 +175,7 @@ def conversation(self:Scribe,
         out.append((ids, kinds))
     return out
 
-# %% ../nbs/19_stream.ipynb #dd064e85
+# %% ../nbs/19_stream.ipynb #e89b18de
 def token_texts(
     tok, # `SlotTokenizer` or `NeoXTokenizer`
 )->list: # The text of each token; `None` for those that are no text
@@ -201,7 +201,7 @@ class Lexicon:
         self.marks = self.closing.copy()                       # tokens that can complete a reference
         if scribe.ring: self.marks[self.refs] = True
 
-# %% ../nbs/19_stream.ipynb #3de08468
+# %% ../nbs/19_stream.ipynb #ef085f30
 _live = re.compile(r'\[(?:/?PLAN|/?TRACE|SubQ|KW|DEP|Q|REF|MEM|T_[0-9]+|A_(?![1-9][0-9]{0,8}\])[0-9]+)\]')
 
 class StreamError(ValueError):
@@ -230,7 +230,7 @@ class PlanGrammar:
         "References that are used in the trace and are not among its dependencies yet."
         return [i for i in dict.fromkeys((*answer_refs(self.sub), *answer_refs(self.kw), *(answer_refs(self._real()) if self.state in ('sub','kw') else ()))) if i not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #8fb11e7a
+# %% ../nbs/19_stream.ipynb #97637dcc
 @patch
 def _text(self:PlanGrammar, *more): return self.lex.scribe.tok.decode([*self.field, *more], self.table)
 
@@ -256,7 +256,7 @@ def need(self:PlanGrammar)->int: # Tokens
     if self.state=='dep': return links()+2+(8 if self.prefix else 0)
     return dict(mem=5, end=2, done=0)[self.state]
 
-# %% ../nbs/19_stream.ipynb #9fbc13e7
+# %% ../nbs/19_stream.ipynb #0e8cf5b4
 @patch
 def options(self:PlanGrammar)->np.ndarray: # Boolean mask (rows of the head)
     "The tokens that may come next."
@@ -307,7 +307,7 @@ def _numbers(self:PlanGrammar, only=None):
     js = self.near if self.prefix else range(max(1, self.k-(r.ring or self.k)+1), self.k) if only is None else only
     return [r.number(j) for j in js if j not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #a445432a
+# %% ../nbs/19_stream.ipynb #9e7337b8
 @patch
 def push(self:PlanGrammar,
     i:int, # The token that was written
@@ -340,7 +340,7 @@ def _dep(self:PlanGrammar, seq): return next(j for j in range(self.k-1, 0, -1) i
 @patch
 def _open(self:PlanGrammar, state): self.state,self.field,self.solid = state,[],False
 
-# %% ../nbs/19_stream.ipynb #4388bc61
+# %% ../nbs/19_stream.ipynb #2bcbd6d7
 @patch
 def _push_field(self:PlanGrammar, i, name):
     if name=='[KW]' and self.state=='sub': self.sub = self._real(); self._open('kw')
@@ -371,7 +371,7 @@ def sound(self:PlanGrammar,
     if _live.search(text): return False
     return all(self.lex.scribe.trace(s, self.k) for s in answer_refs(text))
 
-# %% ../nbs/19_stream.ipynb #f746ccd5
+# %% ../nbs/19_stream.ipynb #ad60c5ac
 def best(
     logits:np.ndarray, # Logits, −∞ where a token is not offered (vocabulary)
 )->int:
@@ -391,7 +391,7 @@ def choose(self:PlanGrammar,
         logits[i] = -np.inf
     raise StreamError(f'the model gave no usable number for any of the tokens that may come next (in {self.state!r} of trace {self.k})')
 
-# %% ../nbs/19_stream.ipynb #2b0b738b
+# %% ../nbs/19_stream.ipynb #eeea5252
 def refused(
     lex:Lexicon,          # The vocabulary
     ids:Sequence[int],    # A plan as ids
@@ -405,7 +405,7 @@ def refused(
         g.push(i)
     return None if g.done else len(ids)
 
-# %% ../nbs/19_stream.ipynb #3fe562ab
+# %% ../nbs/19_stream.ipynb #94b520d1
 _lines = re.compile(r'\[(?:REF|MEM)\].*?(?=\[(?:REF|TRACE|/TRACE|/PLAN)\]|$)', re.S)
 
 class FreePlan:
@@ -428,12 +428,11 @@ class FreePlan:
         "The drafts that were written; `TraceError` when it is no plan."
         s,out = self.lex.scribe,[]
         text = _lines.sub('', '[PLAN] '+s.tok.decode(self.ids, self.table))
-        text = re.sub(r'\[T_(\d+)\]', lambda m: f'[T_{m[1]}]', text)
         for k,d in enumerate(parse_plan(text, s.symbol(self.first)) if not s.ring else self._ring(text), self.first):
             out.append(TraceDraft(s.real(d.sub_question, k), s.real(d.keywords, k), d.deps).complete())
         return out
 
-# %% ../nbs/19_stream.ipynb #5f5591a8
+# %% ../nbs/19_stream.ipynb #663b2210
 @patch
 def _ring(self:FreePlan, text):
     "Parse a plan in the stream's numbers: each number is put in its place before the ids are checked."
