@@ -6,15 +6,16 @@
 __all__ = ['CLASS', 'BROAD', 'BINS', 'KEY_SHAPES', 'SETS', 'DENSE', 'SIZES', 'FROZEN', 'names', 'type_class', 'asked_for',
            'Heard', 'hear', 'alike', 'clear_phrases', 'room_for', 'unclear', 'reaim', 'clear_merge', 'clear_order',
            'distances', 'bin_name', 'reach_shares', 'read_phrase', 'find_trace', 'ref_key', 'refs', 'memory',
-           'memory_lines', 'find_key', 'resolved', 'accuracy', 'canonical', 'plain_plans', 'Dialogues', 'names_in',
-           'held_out_names', 'one_world', 'curriculum', 'held_out', 'test_world', 'plot_distances']
+           'memory_lines', 'find_key', 'resolved', 'accuracy', 'more_wordings', 'canonical', 'plain_plans', 'Dialogues',
+           'names_in', 'held_out_names', 'one_world', 'curriculum', 'held_out', 'test_world', 'plot_distances']
 
-# %% ../nbs/15_curriculum.ipynb #ef366c0e
+# %% ../nbs/15_curriculum.ipynb #d3c37d72
 import dataclasses, hashlib, random, re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.resources import files
 from .keywords import keywords
 from .mumuqa import LONG_SESSIONS, ULTRA, interleave, merge_order, remap, short_dialogues, single_turns, usable
 from .realization import WORDINGS, RuleRealizer, answer_role, malformed, reveals
@@ -24,7 +25,7 @@ from .traces import Dialogue, TraceDraft, answer_refs, check_dialogue, resolve_r
 from .wording import GENERIC, KIND, RELATIONS, head_noun, type_noun
 from .world import KINDS, RELATIONS as FACTS, _the, make_world, world_source
 
-# %% ../nbs/15_curriculum.ipynb #7cae969a
+# %% ../nbs/15_curriculum.ipynb #a99e9328
 _joint = r"(?:, |[ ](?:(?:of|and|for|to|from|de|von|&)[ ])?(?:the[ ])?)"
 _name  = re.compile(rf"(?<!^)(?<![.?!] )\b[A-Z][\w'’.\-]*(?:{_joint}[A-Z0-9][\w'’.\-]*)*")
 _ref   = re.compile(r'\[A_(\d+)\]')
@@ -36,7 +37,7 @@ def names(
     "The names that a sub-question says itself; references are no names."
     return tuple(dict.fromkeys(re.sub(r"['’]s$", '', m[0].strip(' ?,.')) for m in _name.finditer(_ref.sub('[]', text))))
 
-# %% ../nbs/15_curriculum.ipynb #501aeb34
+# %% ../nbs/15_curriculum.ipynb #19a84cbc
 _classes = dict(town='place, city, town, village, municipality, settlement, location, capital, suburb, borough, neighbourhood',
     country='country, kingdom, republic, empire', area='area, county, province, region, district, state, territory, prefecture, parish',
     mountain='mountain, volcano', stadium='stadium, venue, arena',
@@ -51,7 +52,7 @@ def type_class(
     "The class of a type noun."
     return CLASS.get(noun) or ('person' if KIND.get(noun)=='person' else noun)
 
-# %% ../nbs/15_curriculum.ipynb #b82666e6
+# %% ../nbs/15_curriculum.ipynb #71c3d038
 def _shape(s): return re.compile('^'+re.escape(s).replace(r'\{x\}', '.+').replace(r'\{t\}', '[a-z ]+')+'$')
 
 _shapes = [(_shape(s), r) for r in RELATIONS.values() for s in (r.ask, r.alt) if s]
@@ -76,7 +77,7 @@ def asked_for(
     "What a sub-question asks for, as far as its text tells."
     return _asked_for(_ref.sub('it', text))
 
-# %% ../nbs/15_curriculum.ipynb #a47a36c1
+# %% ../nbs/15_curriculum.ipynb #19099c72
 @dataclass(frozen=True)
 class Heard:
     "What a listener knows of a trace."
@@ -107,7 +108,7 @@ def hear(
         known[t.id] = Heard(t.id, t.turn, noun, kind, role, own, frozenset(own).union(*(b.names for b in before)), anchors[:2], full, type_class(noun))
     return known
 
-# %% ../nbs/15_curriculum.ipynb #f8115577
+# %% ../nbs/15_curriculum.ipynb #de89d859
 def alike(
     o:Heard,  # Another trace
     t:Heard,  # The trace that is meant
@@ -118,7 +119,7 @@ def alike(
     if o.kind and o.kind == t.kind: return bool({o.noun, t.noun} & BROAD) or noun in GENERIC
     return '' in (o.kind, t.kind) and bool({'person','organisation'} & {o.kind, t.kind})
 
-# %% ../nbs/15_curriculum.ipynb #43be9371
+# %% ../nbs/15_curriculum.ipynb #c11e13cf
 _points = re.compile(r'^(that same|that very|that|this|the aforementioned|the said|the previously named|the)\s', re.I)
 
 def _noun_for(t, told):
@@ -150,7 +151,7 @@ def clear_phrases(
         if t.role and t.kind=='person': short += [(1.5, f.format(n=t.role)) for f in w['role']]
     return short,_by_name(t, noun, others, w['anchored'])
 
-# %% ../nbs/15_curriculum.ipynb #339e7ee6
+# %% ../nbs/15_curriculum.ipynb #a3cdf380
 _both  = re.compile(r' and ((?:the|what|which) [^?]+|[A-Z][^?]*)\?(.*)', re.S)
 _verb  = re.compile(r'\b(do|does|did|is|are|was|were|has|have) $')   # "do that team and the club … contest": the verb stays behind
 _tight = re.compile(r"['’]|,? (?:and|or) |, (?![\w ]*(?:what|which|who|where|when|how)\b)| (?:in|on|at|during|for|by|since|after|before|from|to) ")
@@ -169,7 +170,7 @@ def room_for(
         elif _tight.match(right) or re.search(r'\w, $', left) or right.startswith(' with ') and not re.search(r'connects? $', left): return
     return lambda p: (left+p+right)[:1].upper() + (left+p+right)[1:]
 
-# %% ../nbs/15_curriculum.ipynb #b1fd1656
+# %% ../nbs/15_curriculum.ipynb #e06583a6
 def _secrets(u, t): return [a for x in (t, *u.traces) for a in (x.answer, *x.aliases)]
 
 def _again(query, old, cs, fit, secrets, rng):
@@ -194,7 +195,7 @@ def _reaim_turn(u, known, traces, wordings, rng, c):
     edges = lambda t: tuple(dataclasses.replace(e, phrase=new[e.dep]) if e.cross_turn else e for e in t.edges)
     return dataclasses.replace(u, query=q, traces=tuple(dataclasses.replace(t, edges=edges(t)) for t in u.traces))
 
-# %% ../nbs/15_curriculum.ipynb #4243c940
+# %% ../nbs/15_curriculum.ipynb #23e8ad23
 def unclear(c): return sum(n for k,n in c.items() if k.startswith('unclear'))  # References without a clear phrase in a count
 
 def reaim(
@@ -214,7 +215,7 @@ def reaim(
     if len(turns) < len(d.turns) or unclear(c) and not keep: return
     return check_phrases(check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns))))
 
-# %% ../nbs/15_curriculum.ipynb #6ee5a568
+# %% ../nbs/15_curriculum.ipynb #8e6b5038
 def _sayable(u, mine, heard, wordings):
     "Has every reference of turn `u` a clear phrase by now?"
     if len(olds := _crossing(u)) > 1: return False
@@ -229,7 +230,7 @@ def _say(u, mine, n, turn):
     for i,t in enumerate(u.traces, n+1): mine[t.id] = dataclasses.replace(mine[t.id], id=i, turn=turn)
     return mine,[mine[t.id] for t in u.traces]
 
-# %% ../nbs/15_curriculum.ipynb #55f88e69
+# %% ../nbs/15_curriculum.ipynb #770dff7a
 def clear_merge(
     sessions,          # Short dialogues, each clear by itself
     rng,               # `random.Random`
@@ -251,7 +252,7 @@ def clear_merge(
         if not turns[s]: opened.remove(s)
     return out
 
-# %% ../nbs/15_curriculum.ipynb #f982b4ca
+# %% ../nbs/15_curriculum.ipynb #9e0c98a0
 def clear_order(
     d:Dialogue,        # An interleaved dialogue, phrases as they came
     sessions:dict,     # Id → short dialogue: where its turns come from
@@ -271,7 +272,7 @@ def clear_order(
         if e := reaim(f, wordings, seed): c[f'{d.kind}: clear in another order'] += 1; return f,e
     c[f'{d.kind}: left out, no order is clear'] += 1
 
-# %% ../nbs/15_curriculum.ipynb #9f0d4630
+# %% ../nbs/15_curriculum.ipynb #a630895c
 def distances(
     dialogues, # Annotated dialogues
 )->list[int]: # Turns between a reference and its trace, one for each cross-turn edge
@@ -295,9 +296,9 @@ def reach_shares(
     far = lambda n: sum(x>=n for x in g)/max(1, len(g))
     return {'edges': len(g), 'a dialogue': len(g)/max(1, len(dialogues)), '3 turns or more': far(3), '6 or more': far(6)}
 
-# %% ../nbs/15_curriculum.ipynb #d5989501
+# %% ../nbs/15_curriculum.ipynb #8ff4ef20
 _forms = [(k, re.compile('^'+re.escape(f).replace(r'\{n\}', '(?P<n>.+?)').replace(r'\{a\}', '(?P<a>.+)')+'$', re.I))
-          for k in ('anchored','unique','recent') for f in sorted(set(WORDINGS['all'][k]), key=lambda f: -len(f))]
+          for k in ('anchored','unique','recent') for f in sorted({*WORDINGS['all'][k], *WORDINGS['wide'][k]}, key=lambda f: -len(f))]
 _roles = {r.role for r in RELATIONS.values() if r.role}
 _person_roles = {r.role for r in RELATIONS.values() if r.role and KIND.get(r.type)=='person'}
 
@@ -326,7 +327,7 @@ def find_trace(
     best = [o for o in some if o.role==noun] or [o for o in some if _means(noun, o)] or some
     return best[-1].id if best else None
 
-# %% ../nbs/15_curriculum.ipynb #d8030672
+# %% ../nbs/15_curriculum.ipynb #23ed81de
 KEY_SHAPES = ('name type', 'type name', 'name')
 
 def _key(name, call, shape):
@@ -358,7 +359,7 @@ def memory(
     "What a trace leaves behind for later references; nothing when its answer is a number or a date, or when nobody could say what it asks for."
     return [] if t.kind=='time' or t.noun=='thing' else list(dict.fromkeys([t.type, *(_key(a, t.call, shape) for a in t.anchors)]))
 
-# %% ../nbs/15_curriculum.ipynb #cc9d105a
+# %% ../nbs/15_curriculum.ipynb #f6e693bf
 def memory_lines(
     d:Dialogue,            # A dialogue
     shape:str='name type', # See `ref_key`
@@ -377,7 +378,7 @@ def find_key(
     "Resolve a reference by its memory lines alone."
     return next((i for k,i in reversed(lines) if k==key), None)
 
-# %% ../nbs/15_curriculum.ipynb #dc258716
+# %% ../nbs/15_curriculum.ipynb #098a7999
 def resolved(
     dialogues,             # Annotated dialogues
     shape:str='name type', # Of the keys
@@ -405,7 +406,17 @@ def accuracy(
     order = sorted(out, key=lambda k: int(re.match(r'\d+', k)[0]) if by=='distance' else 0)
     return {k: (len(out[k]), *(sum(r[w] for r in out[k])/len(out[k]) for w in ('rules','lines'))) for k in order}
 
-# %% ../nbs/15_curriculum.ipynb #077b0d9b
+# %% ../nbs/15_curriculum.ipynb #c8b0414d
+@lru_cache(None)
+def more_wordings()->dict: # Key of a relation → {'questions': …, 'phrases': …}
+    "Further wordings for training worlds (`data/wordings.txt`)."
+    out = {}
+    for block in (files('cmtrag')/'data'/'wordings.txt').read_text(encoding='utf-8').strip().split('\n\n'):
+        key,*lines = block.split('\n')
+        out[key] = {'questions': (), 'phrases': ()} | {{'?': 'questions', '=': 'phrases'}[l[0]]: tuple(w.strip() for w in l[2:].split('|')) for l in lines}
+    return out
+
+# %% ../nbs/15_curriculum.ipynb #4321893a
 _either  = {'treaty','line','derby','wed'}                    # relations of two things of which neither is the first
 
 def _wording(r):
@@ -424,10 +435,11 @@ def _pattern(s, often):
     return re.compile(f'^{s}$')
 
 def _fits_wording(q):
-    "How specific a template is, and its pattern twice: names as short and as long as they can be."
+    "How specific a template is, what it says itself, and its pattern twice: names as short and as long as they can be."
     q = q.replace('{t}', '{c}')
-    s = re.escape(q[0].upper()+q[1:]+('' if q[-1] in '?.' else '.'))
-    return len(re.sub(r'\{.\}', '', q)),(_pattern(s, '*?'), _pattern(s, '*'))
+    full = q[0].upper()+q[1:]+('' if q[-1] in '?.' else '.')
+    s = re.escape(full)
+    return len(re.sub(r'\{.\}', '', q)),re.split(r'\{.\}', full),(_pattern(s, '*?'), _pattern(s, '*'))
 
 def _parts(ps, text):
     "What stands in the places of a template; None where it doesn't fit or where its two names could be cut apart in another way."
@@ -437,22 +449,23 @@ def _parts(ps, text):
 
 @lru_cache(None)
 def _wordings():
-    "Every way to ask for a fact of the sample world, the most specific first."
-    forms = lambda r: [*(q for qs in r.questions.values() for q in qs), *([f for f in (w.ask, w.alt) if f] if (w := RELATIONS.get(r.name)) else [])]
-    return [(p, r) for _,p,r in sorted(((*_fits_wording(q), r) for r in FACTS.values() for q in forms(r)), key=lambda x: -x[0])]
+    "Every way to ask for a fact of the sample world: the world's own before the further ones, the most specific first."
+    own = lambda r: [*(q for qs in r.questions.values() for q in qs), *([f for f in (w.ask, w.alt) if f] if (w := RELATIONS.get(r.name)) else [])]
+    more = lambda r: more_wordings()[r.key]['questions']
+    return [(said, p, r) for forms in (own, more) for _,said,p,r in sorted(((*_fits_wording(q), r) for r in FACTS.values() for q in forms(r)), key=lambda x: -x[0])]
 
 def _mention(x):
     n = x[4:] if re.match('the [A-Z]', x) else x
     return 'the '*bool(_the.search(n)) + n
 
-# %% ../nbs/15_curriculum.ipynb #66691f81
+# %% ../nbs/15_curriculum.ipynb #6827c08f
 @lru_cache(100_000)
 def canonical(
     text:str, # A sub-question
 )->str: # The same in the wording of its relation
     "One wording for each relation of the sample world; any other text stays."
-    for p,r in _wordings():
-        if not (m := _parts(p, text)): continue
+    for said,p,r in _wordings():
+        if not all(s in text for s in said) or not (m := _parts(p, text)): continue       # looking for words is quicker than for a pattern
         d,w = {k: v if k=='c' else _mention(v) for k,v in m.items()},_wording(r)
         if not {'{'+k+'}' for k in 'xwc' if k not in d} & set(re.findall(r'\{.\}', w)):
             at = [_ref.fullmatch(d[k]) for k in 'xw' if k in d]
@@ -473,7 +486,7 @@ def plain_plans(
     turns = [dataclasses.replace(u, traces=tuple(map(plain, u.traces))) for u in d.turns]
     return check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns)))
 
-# %% ../nbs/15_curriculum.ipynb #1e29b994
+# %% ../nbs/15_curriculum.ipynb #b17e3b84
 SETS = dict(train=dict(land='train', seed=0),                  # and the seeds after it, one a world
             dev=dict(land='train', seed=1000),                 # wordings of training, unseen names
             dev_wordings=dict(land='test', seed=1000),         # unseen wordings, unseen names
@@ -495,7 +508,7 @@ class Dialogues:
         lines = [f'{w} {k} {d.id}' for w in ('after','before') for k,ds in getattr(self, w).items() for d in ds]
         return hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:12]
 
-# %% ../nbs/15_curriculum.ipynb #884ffda1
+# %% ../nbs/15_curriculum.ipynb #f93b019b
 def names_in(
     q, # A source question
 )->set: # Every name in its hops, answers included
@@ -507,24 +520,27 @@ def held_out_names()->frozenset: # Of the sets that share the land of the traini
     "Names that may not occur in training."
     return frozenset(e.name for s in SETS.values() if s['land']=='train' and s['seed'] for e in make_world(s['seed']).land('train').ents)
 
-# %% ../nbs/15_curriculum.ipynb #e79dabf6
-_source = lru_cache(4)(world_source)   # a world takes seconds
+# %% ../nbs/15_curriculum.ipynb #1899d975
+@lru_cache(4)
+def _source(land, seed, wordings=''):
+    "The sample world as a source; kept, since it takes seconds."
+    return world_source(land, seed, more=more_wordings() if wordings=='wide' else None)
 
-def _clear_shorts(qs, realizer, n, split, seed, licence, c):
+def _clear_shorts(qs, realizer, n, split, say, seed, licence, c):
     "Pairs of short dialogues that are clear by themselves."
     aim = map(plain_plans, short_dialogues(qs, realizer, n, split, seed, max_uses=None, aim=DENSE, licence=licence))
     aim = list({d.id: d for d in aim}.values())
-    out = [(d, e) for d in aim if (e := reaim(d, split, seed, counts=c))]
+    out = [(d, e) for d in aim if (e := reaim(d, say, seed, counts=c))]
     c.update({'short: made': len(aim), 'short: clear': len(out)})
     return out
 
-def _interleaved(shorts, kind, n, split, seed, window, c):
+def _interleaved(shorts, kind, n, say, seed, window, c):
     "Pairs of interleaved dialogues, clear ones only."
     sessions,out,kw = {d.id: d for d,_ in shorts},{},ULTRA if kind=='ultra' else dict(sizes=LONG_SESSIONS['train'])
     for i in range(4):
         if len(out) >= n: break
         for d in interleave(list(sessions.values()), (n-len(out))*3//2+1, f'{seed}|{i}', window=window, kind=kind, **kw):
-            if len(out) < n and (p := clear_order(d, sessions, split, seed, window, counts=c)): out[p[1].id] = p
+            if len(out) < n and (p := clear_order(d, sessions, say, seed, window, counts=c)): out[p[1].id] = p
     c[f'{kind} dialogues missing'] += n-len(out)
     return list(out.values())
 
@@ -534,20 +550,22 @@ def one_world(
     sizes,     # Kind → dialogues
     window=4,  # Sessions open at the same time
     avoid=frozenset(), # Names that may not occur: questions with one are left out
+    wordings='',       # 'wide': those of training and the further ones, see `more_wordings`; '': the land's
 )->Dialogues: # As many as asked for, fewer where no order is clear
     "Dialogues of one sample world."
-    src,c = _source(land, seed),Counter()
+    say = wordings or land
+    src,c = _source(land, seed, wordings),Counter()
     qs,_ = usable(src)
     if avoid: c['questions'],qs = len(qs),[q for q in qs if avoid.isdisjoint(names_in(q))]; c['questions used'] = len(qs)
-    realizer = RuleRealizer(src.questions, wordings=land, seed=seed)
-    shorts = _clear_shorts(qs, realizer, max(40, sizes.get('short', 0)*3//2), land, seed, src.licence, c)
+    realizer = RuleRealizer(src.questions, wordings=say, seed=seed)
+    shorts = _clear_shorts(qs, realizer, max(40, sizes.get('short', 0)*3//2), land, say, seed, src.licence, c)
     some = random.Random(seed).sample(qs, min(len(qs), sizes.get('single', 0)))
     pairs = {'single': [(d, d) for d in map(plain_plans, single_turns(some, realizer, land, src.licence))], 'short': shorts[:sizes.get('short', 0)]}
     for k in ('long','ultra'):
-        if sizes.get(k): pairs[k] = _interleaved(shorts, k, sizes[k], land, seed, window, c)
+        if sizes.get(k): pairs[k] = _interleaved(shorts, k, sizes[k], say, seed, window, c)
     return Dialogues({k: [p[1] for p in ps] for k,ps in pairs.items()}, {k: [p[0] for p in ps] for k,ps in pairs.items()}, c)
 
-# %% ../nbs/15_curriculum.ipynb #a47eabe5
+# %% ../nbs/15_curriculum.ipynb #91ca1217
 def _one(job): return one_world(*job)
 
 def curriculum(
@@ -557,18 +575,19 @@ def curriculum(
     land:str='train',  # Whose wordings
     window:int=4,      # Sessions open at the same time
     workers:int=1,     # Processes; the result doesn't depend on them
+    wide:int=0,        # The last worlds, so many, speak in further wordings too
 )->Dialogues: # Training dialogues in the order of the worlds
     "Dialogues for the three stages of training: `single`, `short`, `long`."
     sizes = sizes or SIZES['train']
     share = lambda i: {k: n*(i+1)//worlds - n*i//worlds for k,n in sizes.items()}
-    jobs = [(land, seed+i, share(i), window, held_out_names()) for i in range(worlds)]
+    jobs = [(land, seed+i, share(i), window, held_out_names(), 'wide' if i>=worlds-wide else '') for i in range(worlds)]
     if workers > 1:
         with ProcessPoolExecutor(workers) as ex: made = list(ex.map(_one, jobs))
     else: made = list(map(_one, jobs))
     join = lambda w: {k: [d for m in made for d in getattr(m, w).get(k, [])] for k in sizes}
     return Dialogues(join('after'), join('before'), sum((m.counts for m in made), Counter()))
 
-# %% ../nbs/15_curriculum.ipynb #c047e296
+# %% ../nbs/15_curriculum.ipynb #66bb862f
 FROZEN = dict(test='e02c3dbc4e22', test_wordings='7d93f96ab620')   # written down before anything was trained
 
 @lru_cache(None)
@@ -586,7 +605,7 @@ def test_world(
     if (h := held_out(name).hash) != FROZEN[name]: raise ValueError(f'the test set {name} has changed: hash {h}, frozen {FROZEN[name]}')
     return held_out(name)
 
-# %% ../nbs/15_curriculum.ipynb #cfc56812
+# %% ../nbs/15_curriculum.ipynb #46bb63e8
 def plot_distances(
     sets, # Name → dialogues
 ): # A matplotlib figure

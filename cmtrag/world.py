@@ -7,15 +7,15 @@ __all__ = ['SPLITS', 'RELATIONS', 'JOINS', 'KINDS', 'CULTURES', 'ADJECTIVES', 'N
            'LEADS', 'WORDS', 'IDLE', 'YESNO', 'Relation', 'read_relations', 'Entity', 'deal', 'Fact', 'Para', 'polish',
            'aliases', 'World', 'make_world', 'write_world', 'world_source']
 
-# %% ../nbs/02_world.ipynb #37e7cfe1
-import functools, itertools, json, random, re, tempfile
+# %% ../nbs/02_world.ipynb #31047aaa
+import copy, functools, itertools, json, random, re, tempfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from fastcore.basics import patch
 from .sources import SHAPES, Corpus, Source, make_paragraph, read_musique
 
-# %% ../nbs/02_world.ipynb #33dcc011
+# %% ../nbs/02_world.ipynb #1cd657eb
 SPLITS = ('train','dev','test')
 
 def _rows(table): return re.sub(r'\n  +', ' ', table.strip()).split('\n')  # an indented line continues the one before
@@ -25,7 +25,7 @@ def _pairs(table): return [l.split(' : ', 1) for l in _rows(table)]
 def _by_split(s):
     return {k: tuple(w.strip() for w in part.split('|')) for k,part in zip(SPLITS, s.split('||'), strict=True)}
 
-# %% ../nbs/02_world.ipynb #4167d6e6
+# %% ../nbs/02_world.ipynb #7daf2140
 @dataclass(frozen=True, eq=False)
 class Relation:
     "A kind of fact, with the words for asking and telling it in each split."
@@ -56,7 +56,7 @@ def read_relations(
         rels[key] = Relation(key, name, subj, obj, *(words.get(m, {}) for m in '?=.~'))
     return rels
 
-# %% ../nbs/02_world.ipynb #d8577cd9
+# %% ../nbs/02_world.ipynb #cb91dde8
 RELATIONS = read_relations('''
 birth · place of birth · person > settlement
 ? Where was {x} born? | In which {c} was {x} born? || What is the birthplace of {x}? | Which {c} is the birthplace of {x}? || In what {c} did {x} come into the world? |
@@ -107,7 +107,7 @@ mother · mother · person > person
   Neither of {p} parents saw the success that followed
 ''')
 
-# %% ../nbs/02_world.ipynb #49f5ef6f
+# %% ../nbs/02_world.ipynb #f6a6862f
 RELATIONS |= read_relations('''
 educ · educated at · person > university
 ? Where was {x} educated? | At which {c} did {x} study? || Which {c} did {x} attend? | What is the alma mater of {x}? || From which {c} did {x} graduate? | Which {c} awarded {x} a degree?
@@ -145,7 +145,7 @@ dob · date of birth · person > #year
 ? In which year was {x} born? || What is the year of birth of {x}? || In what year did {x} come into the world?
 ''')
 
-# %% ../nbs/02_world.ipynb #99dd660d
+# %% ../nbs/02_world.ipynb #c4eb162c
 RELATIONS |= read_relations('''
 ate · located in the administrative territorial entity · settlement > region
 ? In which {c} does {x} lie? | In which {c} is {x}? || Which {c} contains {x}? | To which {c} does {x} belong? || Within the borders of which {c} does {x} fall? | Which {c} takes in {x}?
@@ -171,7 +171,7 @@ water · located in or next to body of water · settlement > river, lake
 . {S} stands on {y} | {S} stands on a low terrace above {y} || {S} was built beside {y} | {S} was built where an old road met {y} || {S} rises from the banks of {y} | {P} quays are washed by {y}
 ~ The lower streets stand on oak piles || The first houses were built beside a spring || The quays were rebuilt in stone''')
 
-# %% ../nbs/02_world.ipynb #2504c990
+# %% ../nbs/02_world.ipynb #d1b3f226
 RELATIONS |= read_relations('''
 mouth · mouth of the watercourse · river > lake
 ? Into which {c} does {x} flow? | Where does {x} flow to? || Into which {c} does {x} empty? | What does {x} empty into? || In which {c} is the mouth of {x}? | Where is the mouth of {x}?
@@ -196,7 +196,7 @@ peak · highest point · region, country > peak
 ~ The highest farms were given up long ago || Snow can fall on the tallest hills in June || Many summits crown the skyline
 ''')
 
-# %% ../nbs/02_world.ipynb #b3038796
+# %% ../nbs/02_world.ipynb #31a8e416
 RELATIONS |= read_relations('''
 loc · location · building, stadium > settlement
 ? Where is {x} situated? | In which {c} is {x} situated? || Where can {x} be visited? | In which {c} can {x} be visited? || Which {c} is home to {x}? | In what {c} has {x} been put up?
@@ -232,7 +232,7 @@ sign · location of signing · treaty > settlement
 . {S} was signed in {y} | The signing took place in {y} || {S} was concluded in {y} | The talks were concluded in {y} || {S} was sealed in {y} | The delegates put their names to it in {y}
 ''')
 
-# %% ../nbs/02_world.ipynb #cb74273f
+# %% ../nbs/02_world.ipynb #8153ac75
 RELATIONS |= read_relations('''
 author · author · book > novelist
 ? Who wrote {x}? | Which {c} wrote {x}? || Who is the author of {x}? | Which {c} is the author of {x}? || From whose pen came {x}? | Which {c} penned {x}?
@@ -277,7 +277,7 @@ based · based on · film, series > book
 ~ Critics said that it was based on gossip || A stage adaptation followed || The story was changed at the last minute
 ''')
 
-# %% ../nbs/02_world.ipynb #8cb30c87
+# %% ../nbs/02_world.ipynb #e7d1687e
 RELATIONS |= read_relations('''
 perf · performer · song, album > singer
 ? Who recorded {x}? | Which {c} recorded {x}? || Who is the performer of {x}? | Which {c} performed {x}? || Whose voice is heard on {x}? | By which {c} was {x} sung?
@@ -325,7 +325,7 @@ founder · founded by · company, yard, studio, publisher, label, broadcaster, n
 . {S} was founded by {y} | {S} was founded by {cy} || {P} founder was {y} | {P} founder was {cy} || {S} was set up by {y} | {S} was set up by {cy}
 ~ It was founded on a loan from a baker || A bust of the founder stands in the hall || It was set up above a fish shop''')
 
-# %% ../nbs/02_world.ipynb #7c7ad07e
+# %% ../nbs/02_world.ipynb #683cd811
 RELATIONS |= read_relations('''
 owner · owned by · label, broadcaster, newspaper, team, line, studio > company
 ? Which {c} owns {x}? | By which {c} is {x} owned? || Which {c} is the owner of {x}? | Which {c} has {x} in its possession? || Which {c} holds all the shares in {x}? |
@@ -367,7 +367,7 @@ incep · inception · company, yard, studio, publisher, label, broadcaster, news
 . {S} was founded in {y} || {S} was established in {y} || {P} history began in {y}
 ''')
 
-# %% ../nbs/02_world.ipynb #2be3c903
+# %% ../nbs/02_world.ipynb #a13627dc
 JOINS = read_relations('''
 film2 · film by director and star · filmmaker, actor > film
 ? Which {c} directed by {x} stars {w}? || Which {c} by the director {x} has {w} in the leading part? || Which {c} made with {x} behind the camera has {w} at the head of its cast?
@@ -408,7 +408,7 @@ bought · year of purchase · label, broadcaster, newspaper, team, line, studio 
 ''')
 RELATIONS |= JOINS
 
-# %% ../nbs/02_world.ipynb #fb1233c4
+# %% ../nbs/02_world.ipynb #546b7ce0
 _kinds = '''
 country · land · 2 · 6 · country, kingdom, republic
 region · land · 2 · 20 · region, province, county
@@ -453,7 +453,7 @@ derby · match · 1 · 8 · derby
 KINDS = {k: (group, int(tiny), int(small), tuple(nouns.split(', ')))
          for k,group,tiny,small,nouns in (l.split(' · ') for l in _rows(_kinds))}
 
-# %% ../nbs/02_world.ipynb #823f6d04
+# %% ../nbs/02_world.ipynb #c964b133
 @dataclass(eq=False)
 class Entity:
     "A thing of the world. Compared by identity: two things may share a name, as a film and its book do."
@@ -485,7 +485,7 @@ def short(self:Entity):
     "How a text goes on speaking of it: a surname, or 'the town'."
     return self.name.split()[-1] if self.person else 'the ' + self.noun.split()[-1]
 
-# %% ../nbs/02_world.ipynb #fbc25dd5
+# %% ../nbs/02_world.ipynb #46388adf
 _cultures = '''
 north · B Br D F Fr G H K L M R S Sk St Sv T Tr V · a e i o u · l n r rn ld nd · vik holm stad dal heim nes · mark land · en ar ulf ing · a e hild run · sen strand quist gaard moen
 west · B C D F G H K L M N P R T W Wh · a e i o · l n r sk m st · wick ford combe mere leigh thorpe · shire wold · win ric ard mund · wyn eth ine ily · worth croft ley stone
@@ -512,7 +512,7 @@ def _heads(culture, split, seed):
     random.Random(f'{seed} {culture}').shuffle(hs)
     return deal(hs, split)
 
-# %% ../nbs/02_world.ipynb #a6a73fc0
+# %% ../nbs/02_world.ipynb #eb8332f0
 ADJECTIVES = '''Amber Silent Winter Borrowed Crooked Distant Early Feathered Gilded Hollow Idle Jagged Last Marble Narrow Open Painted Quiet
 Restless Salt Tender Unwritten Velvet Wandering Bitter Copper Drifting Evening Folded Glass Hidden Iron Loyal Midnight Nameless Ordinary
 Patient Ragged Scarlet Thin Upland Violet Wooden Broken Clouded'''.split()
@@ -521,7 +521,7 @@ Island Juniper Kettle Ledger Mill Needle Oar Parlour Quarry Ribbon Saddle Tower 
 Fiddle Gardener Hawk Inkwell Jury Kingfisher Loom Marsh Nightingale Oath Pilgrim Raven Staircase Tailor Vineyard Watchman Barrow Cellar
 Dovecote Estuary Fountain Gate'''.split()
 
-# %% ../nbs/02_world.ipynb #0374ca06
+# %% ../nbs/02_world.ipynb #d0d79684
 _patterns = '''
 region : {place} | Upper {place} | Lower {place} | {place}
 settlement : {place} | {place} | {place} | {place} | {place} | {place} | {place} | {place} | New {town} | East {town}
@@ -567,7 +567,7 @@ derby : {n} Derby
 PATTERNS = {k: [p.strip() for p in v.split('|')] for k,v in _pairs(_patterns)}
 GENERIC  = {w for ps in PATTERNS.values() for p in ps for w in re.findall(r'\w+', re.sub(r'\{\w+\}', '', p))}
 
-# %% ../nbs/02_world.ipynb #3fc17618
+# %% ../nbs/02_world.ipynb #0ab22e60
 class _Namer:
     "Makes the names of one split, none twice."
     def __init__(self, split, seed):
@@ -613,7 +613,7 @@ def thing(self:_Namer, noun, kind, culture, town, person):
     self.used.add(name)
     return name, who or where
 
-# %% ../nbs/02_world.ipynb #989eb05f
+# %% ../nbs/02_world.ipynb #3e2b7f98
 @dataclass(eq=False)
 class Fact:
     "One statement: `subject` (and `other`) – relation – `object`, told in exactly one paragraph."
@@ -637,7 +637,7 @@ class Para:
     text:str       # 40 to 75 words
     entity:Entity  # What the article is about
 
-# %% ../nbs/02_world.ipynb #23baebb5
+# %% ../nbs/02_world.ipynb #3ac8237d
 class _Land:
     "One split of the world: its things, its facts, its paragraphs."
     def __init__(self,
@@ -649,6 +649,7 @@ class _Land:
         self.rng,self.namer = random.Random(f'land {seed} {split} {size}'),_Namer(split, seed)
         self.ents,self.facts,self.paras = [],[],[]
         self.of = {}  # kind → its things
+        self.more = {}  # relation → further wordings, see `wordings`
         for step in (self.places, self.people, self.makings, self.pairs, self.links, self.meetings, self.write, self.joins): step()
 
     def count(self, kind):
@@ -676,7 +677,7 @@ def link(self:_Land, subject, key, obj, year=0, other=None):
     "Add a fact."
     if obj is not None: self.facts.append(Fact(subject, RELATIONS[key], obj, year, other))
 
-# %% ../nbs/02_world.ipynb #31c467ec
+# %% ../nbs/02_world.ipynb #988901a2
 @patch
 def places(self:_Land):
     rng,cultures = self.rng,list(CULTURES)
@@ -694,7 +695,7 @@ def places(self:_Land):
             e = self.new(kind, up.culture)
             if kind != 'river': self.link(e, 'country', up)
 
-# %% ../nbs/02_world.ipynb #ba9aa19d
+# %% ../nbs/02_world.ipynb #48ee6d92
 @patch
 def newborn(self:_Land, kind, early, late, father=None):
     home = self.pick('settlement')
@@ -738,7 +739,7 @@ def people(self:_Land):
         young.append(child)
     self.marry(young, .6)
 
-# %% ../nbs/02_world.ipynb #4b47e7e1
+# %% ../nbs/02_world.ipynb #3a6cc358
 _maker = {k: r.key for r in map(RELATIONS.get, 'author direc creator perf founder arch'.split()) for k in r.subject}
 _dated = {k: r for r in ('date','incep') for k in RELATIONS[r].subject}
 _era   = dict(series=(1952,2012), broadcaster=(1935,1955), film=(1912,2012), studio=(1908,1930), album=(1945,2012), song=(1915,2012), label=(1910,1940),
@@ -784,7 +785,7 @@ def pairs(self:_Land):
             self.link(a, kind, e, other=b)
             if kind=='line': self.link(e, 'length', f'{rng.randint(21, 480)} kilometres')
 
-# %% ../nbs/02_world.ipynb #ae372987
+# %% ../nbs/02_world.ipynb #4fe42b31
 _chance = dict(sign=1, dob=1, length=1, elev=1, capital=1, educ=.8, empl=.8, team=.95, notable=.7, peak=.7, water=.85, mayor=.8, pop=.7, named=.25, owner=.6, ceo=.7)
 
 @patch
@@ -811,7 +812,7 @@ def links(self:_Land):
             if r.key in ('death',) and not s.end or self.rng.random() > _chance.get(r.key, .9): continue
             self.settle(s, r)
 
-# %% ../nbs/02_world.ipynb #973e0eed
+# %% ../nbs/02_world.ipynb #9f281c3b
 @patch
 def within(self:_Land, o, s):
     "Does place `o` lie in the region or country `s`?"
@@ -842,7 +843,7 @@ def settle(self:_Land, s, r):
 
 people_kinds = [k for k,v in KINDS.items() if v[0]=='person']
 
-# %% ../nbs/02_world.ipynb #8d0c2ceb
+# %% ../nbs/02_world.ipynb #21f6a7bc
 LEADS = {k: _by_split(v) for k,v in _pairs('''
 country : {x} is a(n) {c} known for its {goods} | {x} is a(n) {c} with a long tradition of {craft} || {x} is a(n) {c} whose people have long lived by {craft} |
   {x} is a(n) {c} that sells {goods} to all its neighbours || {x} is a(n) {c} where {craft} is taught at school | {x} is a(n) {c} rich in {goods}
@@ -861,7 +862,7 @@ person : {x} ({life}) {is} a(n) {c} | {x} ({life}) {is} a(n) {adj} {c} | {x} ({l
   {x} ({life}) {is} a(n) {c} who also studied {science} || {x} ({life}) {is} by profession a(n) {c} | {x} ({life}) {is} a(n) {c} who began in {craft} |
   {x} ({life}) {is} a(n) {c} with a side interest in {science} | {x} ({life}) {is} a(n) {adj} {c} and amateur of {science}''')}
 
-# %% ../nbs/02_world.ipynb #d5fcd7eb
+# %% ../nbs/02_world.ipynb #f5c7947c
 LEADS |= {k: _by_split(v) for k,v in _pairs('''
 book : {x} is a(n) {c} by {author}, first released in {date} | {x} is a(n) {c} written by the {author_c} {author} || {x} is a(n) {c} by the author {author} that came out in {date} |
   {x} is a(n) {c} whose author is {author} || {x} is a(n) {c} penned by {author} and first seen by the public in {date} | {x} is a(n) {c} from the pen of {author}
@@ -894,7 +895,7 @@ match : {x} is a(n) {c} between {a} and {b}. The first of the matches was won by
   {x} is a(n) {c} that {a} and {b} contest. Before the war {b} and {a} contested it on ice | {x} is a(n) {c} contested by {a} and {b}
 ''')}
 
-# %% ../nbs/02_world.ipynb #9802fccd
+# %% ../nbs/02_world.ipynb #219f4df1
 _words = '''
 goods : salt, linen, apples, slate, honey, glassware, smoked fish, copper, black tea, barley, oranges, tin, wool, cork, pottery, hazelnuts, blue cheese, timber, saffron, leather
 craft : weaving, boat building, clock making, beekeeping, paper making, glass blowing, rope making, lace making, basketry, bell founding, cheese making, bookbinding
@@ -931,7 +932,7 @@ person : {S} spoke {few} languages | {S} kept bees near {town} | {S} wrote {few}
   {S} set up a soup kitchen for {trade} | {S} had a tailor in {town} and a dentist in another country | {S} read {paper} from the last page to the first | {S} carved chess pieces during meetings |
   {S} was stung by bees while opening a bridge''')}
 
-# %% ../nbs/02_world.ipynb #bb2cf5aa
+# %% ../nbs/02_world.ipynb #4da1d8c1
 IDLE |= {k: v.split(' | ') for k,v in _pairs('''
 town : The {season} fair draws {trade} from {town} | {P} {goods} found buyers in {few} countries | There are {few} churches and a covered market | A school of {craft} opened after the great fire |
   {P} old walls have {few} gates | Many houses are faced with blue tiles | {P} {trade} once had a street of their own | A coach ran to {town} until the war | {P} bells ring {few} times a day |
@@ -969,7 +970,7 @@ record : It stayed in the charts for {few} weeks | It was made in {few} days of 
   It was played when {school} opened a new wing | {P} drums were played on boxes of {goods} | {someone} later whistled it in court | {P} tune goes back to a dance of the {trade} of {town} |
   {firm} pressed {few} thousand copies for its staff | {P} second half is about {river} | {someone} bought the first copy''')}
 
-# %% ../nbs/02_world.ipynb #4fa3e509
+# %% ../nbs/02_world.ipynb #29d3e5e2
 IDLE |= {k: v.split(' | ') for k,v in _pairs('''
 firm : It has a staff of {few} hundred | It began in a shed used for {craft} | {P} sign shows a basket of {goods} | A strike of {trade} closed it for {few} months |
   It has branches in {few} countries | {P} staff have a choir and a rowing boat | It pays for a {season} festival in {town} | In its early years it also dealt in {goods} |
@@ -992,7 +993,7 @@ team : It has won the cup {few} times | {P} fans are known as the {trade} | It w
   {someone} scored for it from the half-way line | {P} drummers are {trade} by day | It once travelled to {town} by barge | {someone} refused to sell it a meadow |
   {P} youth side was founded by {trade} | {paper} called its defence a museum of {craft} | {P} cup of {few} handles was stolen and returned''')}
 
-# %% ../nbs/02_world.ipynb #f93b7065
+# %% ../nbs/02_world.ipynb #ff9b1b3b
 IDLE |= {k: v.split(' | ') for k,v in _pairs('''
 site : {P} stone came from a quarry near {town} | It was closed for {few} years for repairs | Visitors are asked not to touch the {goods} | It was paid for by {trade} |
   A clock with {few} faces hangs above the door | Swifts nest under its roof every {season} | {P} cellar is full of {goods} | It can be reached by {few} tram lines |
@@ -1023,7 +1024,7 @@ match : It is played in {season} | The winners receive a basket of {goods} | {fe
   {firm} gives the ball | {someone} once fell asleep during it | {P} trophy is shaped like a basket of {goods} | {P} first referee came from {town} | {school} sends a brass band
 ''')}
 
-# %% ../nbs/02_world.ipynb #e4c6fdd5
+# %% ../nbs/02_world.ipynb #25d8ff15
 def polish(
     s:str, # A filled template
 )->str: # The same with articles decided, a capital first letter and a full stop or question mark
@@ -1032,7 +1033,7 @@ def polish(
     s = s[0].upper() + s[1:]
     return s if s[-1] in '?.' else s + '.'
 
-# %% ../nbs/02_world.ipynb #1d3b30e6
+# %% ../nbs/02_world.ipynb #b13da340
 _others = dict(town=['settlement'], someone=people_kinds, paper=['newspaper'], school=['university'], firm=['company','yard'], river=['river'])
 _pro = {'m': dict(S='He', s='he', P='His', p='his', o='him'), 'f': dict(S='She', s='she', P='Her', p='her', o='her'), '': dict(S='It', s='it', P='Its', p='its', o='it')}
 
@@ -1079,7 +1080,7 @@ def lead(self:_Land, e, facts):
     told = [f for k,f in by.items() if f'{{{k}}}' in t or (k=='dob' and e.person)] + [pair]*bool(pair)
     return self.say(t, e, 'name', x=e.mention, c=e.noun, life=life, **slots), told
 
-# %% ../nbs/02_world.ipynb #bf802069
+# %% ../nbs/02_world.ipynb #f220f58c
 @patch
 def clause(self:_Land, f, ok=lambda t: True):
     "One wording of a fact, its object filled in, its subject still open; None if no wording is `ok`."
@@ -1103,7 +1104,7 @@ def sentences(self:_Land, e, facts, named):
         named = True
     return out
 
-# %% ../nbs/02_world.ipynb #94dc0f40
+# %% ../nbs/02_world.ipynb #bd33caa0
 _bait  = dict(same=.95, base=.95)
 _spare = dict(train='{someone} mentioned {o} in a letter to {paper}', dev='{someone} gave a talk about {o} in {town}', test='{someone} took {few} photographs of {o}')
 
@@ -1136,7 +1137,7 @@ def opening(self:_Land, e, facts):
             told.append(f)
     return text,told
 
-# %% ../nbs/02_world.ipynb #d27e398a
+# %% ../nbs/02_world.ipynb #bafbed93
 @patch
 def article(self:_Land, e, facts):
     "Write the paragraphs about `e` and note which fact stands where."
@@ -1165,7 +1166,7 @@ def baits(self:_Land, e, elsewhere):
 
 _mutual   = ('treaty','line','derby')
 
-# %% ../nbs/02_world.ipynb #92aa2339
+# %% ../nbs/02_world.ipynb #0603a39f
 _pairings = dict(film2=('direc','cast'), album2=('perf','prod'))
 
 @patch
@@ -1194,7 +1195,7 @@ def joins(self:_Land):
     for key,r in _dates.items():
         self.facts += [Fact(f.subject, RELATIONS[key], str(f.year), 0, f.object, para=f.para) for f in self.facts if f.relation.key==r and f.year]
 
-# %% ../nbs/02_world.ipynb #ac45327b
+# %% ../nbs/02_world.ipynb #618e592b
 _share = {'2hop':.42, '3hop1':.22, '3hop2':.12, '4hop1':.1, '4hop2':.06, '4hop3':.08}
 
 @dataclass(frozen=True, eq=False)
@@ -1203,7 +1204,7 @@ class _Composed:
     shape:str                # A key of `SHAPES`
     facts:tuple[Fact,...]    # One per hop
 
-# %% ../nbs/02_world.ipynb #6866ee7b
+# %% ../nbs/02_world.ipynb #d13deee9
 @patch
 def number(self:_Land):
     "Number the facts, and note what leads where."
@@ -1243,12 +1244,17 @@ def grow(self:_Land, shape, last, rng):
             facts[r-1] = draw(by)
     return _Composed(shape, tuple(facts))
 
-# %% ../nbs/02_world.ipynb #c8ede7cd
+# %% ../nbs/02_world.ipynb #f5fead1b
+@patch
+def wordings(self:_Land, r, use):
+    "How relation `r` may be worded here; `use` is 'questions' or 'phrases'."
+    return getattr(r, use)[self.split] + self.more.get(r.key, {}).get(use, ())
+
 @patch
 def sub_question(self:_Land, f, refs):
     "The sub-question that asks for fact `f`, speaking of earlier hops `refs` as `#k`."
     rng = random.Random(f'{self.seed} wording {f.id}')
-    q,terse = rng.choice(f.relation.questions[self.split]),rng.random() < .38
+    q,terse = rng.choice(self.wordings(f.relation, 'questions')),rng.random() < .38
     names = [f'#{r}' for r in refs]
     if terse and not f.other and not f.relation.literal: return f'{(names or [f.subject.name])[0]} >> {f.relation.name}'
     return polish(q.format(x=(names or [f.subject.mention])[0], w=names[-1] if names else '', c=getattr(f.object, 'noun', '')))
@@ -1260,15 +1266,15 @@ def phrase(self:_Land, c, k, rng):
     if not refs:
         e = c.facts[k-1].subject
         return [f'the {e.noun} {e.name}' if KINDS[e.kind][0] in ('book','film','record','ship') and rng.random() < .6 else e.mention]
-    return [rng.choice(f.relation.phrases[self.split]).format(c=f.object.noun, **dict(zip('xw', self.phrase(c, r, rng)))) for r,f in ((r, c.facts[r-1]) for r in refs)]
+    return [rng.choice(self.wordings(f.relation, 'phrases')).format(c=f.object.noun, **dict(zip('xw', self.phrase(c, r, rng)))) for r,f in ((r, c.facts[r-1]) for r in refs)]
 
 @patch
 def question(self:_Land, c, rng):
     "The composed question."
     f = c.facts[-1]
-    return polish(rng.choice(f.relation.questions[self.split]).format(c=getattr(f.object, 'noun', ''), **dict(zip('xw', self.phrase(c, len(c.facts), rng)))))
+    return polish(rng.choice(self.wordings(f.relation, 'questions')).format(c=getattr(f.object, 'noun', ''), **dict(zip('xw', self.phrase(c, len(c.facts), rng)))))
 
-# %% ../nbs/02_world.ipynb #3a093e4e
+# %% ../nbs/02_world.ipynb #1110c454
 def _plain(s): return ' ' + ' '.join(re.findall(r'\w+', s.lower())) + ' '
 
 @patch
@@ -1298,7 +1304,7 @@ def compose(self:_Land, n):
     rng.shuffle(out)
     return out[:n]
 
-# %% ../nbs/02_world.ipynb #692e70e4
+# %% ../nbs/02_world.ipynb #c93f07dd
 def aliases(
     f:Fact, # A fact
 )->list[str]: # Other accepted forms of its answer
@@ -1312,7 +1318,7 @@ def aliases(
         if KINDS[e.kind][0] == 'firm' and e.kind != 'newspaper': forms.append(f'{a} Ltd')
     return [x for x in dict.fromkeys(forms) if x != a]
 
-# %% ../nbs/02_world.ipynb #6aa2d8ef
+# %% ../nbs/02_world.ipynb #a5041899
 @patch
 def shelve(self:_Land):
     "Note which paragraphs are about what sort of thing, and about whom."
@@ -1344,7 +1350,7 @@ def row(self:_Land, qid, question, answer, forms, facts, asked):
                 question_decomposition=[dict(id=f.id, question=q, answer=f.answer, paragraph_support_idx=at[id(f.para)]) for f,q in zip(facts, asked)],
                 answer=answer, answer_aliases=forms, answerable=True)
 
-# %% ../nbs/02_world.ipynb #75167cfa
+# %% ../nbs/02_world.ipynb #089f4c01
 _yesno = '''
 birth : Were {x} and {w} born in the same place? | Was {x} born where {w} was born? || Do {x} and {w} share a birthplace? | Is the birthplace of {x} also that of {w}? ||
   Did {x} and {w} come into the world in one and the same place? | Are {x} and {w} natives of the same place?
@@ -1379,7 +1385,7 @@ elev > Is the elevation of {x} greater than that of {w}? | Does {x} have a great
 '''
 YESNO = {k: (sign, _by_split(v)) for k,sign,v in (re.match(r'(\w+) ([:<>]) (.+)', l).groups() for l in _rows(_yesno))}
 
-# %% ../nbs/02_world.ipynb #2779b7b0
+# %% ../nbs/02_world.ipynb #b4098ba3
 def _number(s): return int(re.sub(r'\D', '', s))
 
 @patch
@@ -1400,7 +1406,7 @@ def compare(self:_Land, n):
         rows.append(self.row(f'yesno__{f.id}_{g.id}', q, 'yes' if yes else 'no', [], (f, g), [self.sub_question(h, ()) for h in (f, g)]))
     return rows
 
-# %% ../nbs/02_world.ipynb #b10be51b
+# %% ../nbs/02_world.ipynb #f59d8dfc
 _questions = dict(small=dict(train=1500, dev=600, test=600), tiny=dict.fromkeys(SPLITS, 60))
 
 class World:
@@ -1428,14 +1434,16 @@ class World:
         "(title, text) of every paragraph of all splits."
         return [(p.title, p.text) for s in SPLITS for p in self.land(s).paras]
 
-# %% ../nbs/02_world.ipynb #12e61661
+# %% ../nbs/02_world.ipynb #950da0e4
 @patch
 def rows(self:World,
     split:str,         # 'train', 'dev' or 'test'
     n:int|None=None,   # The first `n` only; None for all
+    more:dict=None,    # Further wordings: key of a relation → {'questions': …, 'phrases': …}
 )->list[dict]: # Rows in the official schema of MuSiQue-Ans
     "The questions of a split."
-    l = self.land(split)
+    l = copy.copy(self.land(split))
+    l.more = more or {}
     return [l.row(f'{c.shape}__' + '_'.join(str(f.id) for f in c.facts), text, c.facts[-1].answer, aliases(c.facts[-1]), c.facts,
                   [l.sub_question(f, refs) for f,refs in zip(c.facts, SHAPES[c.shape])])
             for c,text in l.compose(_questions[self.size][split])[:n]]
@@ -1456,7 +1464,7 @@ def make_world(
     "The sample world."
     return World(seed, size)
 
-# %% ../nbs/02_world.ipynb #d5e88102
+# %% ../nbs/02_world.ipynb #f9997b67
 def _write(rows, path):
     with open(path, 'w', encoding='utf-8', newline='\n') as f: f.writelines(json.dumps(r, ensure_ascii=False) + '\n' for r in rows)
     return path
@@ -1475,9 +1483,10 @@ def world_source(
     split:str,         # 'train', 'dev' or 'test'
     seed:int=0,        # Of the world
     size:str='small',  # 'small' or 'tiny'
+    more:dict=None,    # Further wordings, see `World.rows`
 )->Source: # Its questions; the corpus holds every paragraph of the split
     "The sample world as a source of questions: written as MuSiQue rows, then read by the reader for MuSiQue."
     w = make_world(seed, size)
-    with tempfile.TemporaryDirectory() as d: source = read_musique(_write(w.rows(split), Path(d)/f'world_{size}_{seed}_{split}.jsonl'), 'invented; Apache-2.0 like the code')
+    with tempfile.TemporaryDirectory() as d: source = read_musique(_write(w.rows(split, more=more), Path(d)/f'world_{size}_{seed}_{split}.jsonl'), 'invented; Apache-2.0 like the code')
     source.corpus = Corpus(make_paragraph(p.title, p.text) for p in w.land(split).paras).add(source.corpus)
     return source

@@ -124,8 +124,22 @@ def test_names_and_wordings_are_unseen(sets, small):
     inside = lambda x: [d for ds in x.after.values() for d in ds]
     named = cu.held_out_names()
     assert not said(inside(small)) & named and len(said(inside(sets['seen'])) & named) > 100
-    forms = lambda x: {k for d in inside(x) for _,e in crossing(d) for k in WORDINGS if k != 'all' and any(re.fullmatch(re.escape(f).replace(r'\{n\}', '(?!same |very )[^A-Z]+').replace(r'\{a\}', '.+'), e.phrase) for u in ('recent','unique','anchored') for f in WORDINGS[k][u])}
+    forms = lambda x: {k for d in inside(x) for _,e in crossing(d) for k in ('train','dev','test') if any(re.fullmatch(re.escape(f).replace(r'\{n\}', '(?!same |very )[^A-Z]+').replace(r'\{a\}', '.+'), e.phrase) for u in ('recent','unique','anchored') for f in WORDINGS[k][u])}
     assert forms(small)=={'train'} and forms(sets['unseen'])=={'dev'} and forms(sets['seen'])=={'train'}
+
+def test_further_wordings_are_for_training_only(sets):
+    wide,plain = (cu.curriculum(1, 5, dict(single=60, short=60, long=6), wide=n) for n in (1, 0))
+    said = lambda x: {re.sub(r"[A-Z][\w'’-]*", 'X', u.query) for k in ('single','short') for d in x.after[k] for u in d.turns}
+    assert len(said(wide)-said(plain)) > 100
+    phrases = [e.phrase for ds in wide.after.values() for d in ds for _,e in crossing(d)]
+    fits = lambda f, p: re.fullmatch(re.escape(f).replace(r'\{n\}', '(?!same |very )[^A-Z]+').replace(r'\{a\}', '.+'), p)
+    for p in phrases:
+        hits = [f for u in ('recent','unique','anchored') for f in WORDINGS['wide'][u] if fits(f, p)]
+        assert hits and cu.read_phrase(p)[0], p
+    assert any(not any(fits(f, p) for u in ('recent','unique','anchored') for f in WORDINGS['train'][u]) for p in phrases)
+    for u in WORDINGS['wide']: assert not set(WORDINGS['wide'][u]) & {*WORDINGS['dev'][u], *WORDINGS['test'][u]}
+    plans = lambda x: {re.sub(r"\[A_\d+\]|(?:the )?[A-Z][\w'’-]*(?:,? (?:(?:of|the|for|to|and|from) )*[A-Z][\w'’-]*)*", 'X', t.draft.sub_question[0].lower()+t.draft.sub_question[1:]) for ds in x.after.values() for d in ds for t in d.traces}
+    assert len(plans(wide)-plans(plain)) < .3*len(plans(plain))                                       # plans keep one wording for each relation
 
 def test_workers_change_nothing(small):
     two = cu.curriculum(2, sizes=dict(single=20, short=20, long=20), workers=2)
