@@ -6,7 +6,7 @@
 __all__ = ['GENERATOR_FILE', 'StreamState', 'write_plans', 'top_k', 'StreamGenerator', 'usable', 'weights_hash', 'read_layout',
            'write_layout', 'load_generator', 'folder_hash']
 
-# %% ../nbs/21_generator.ipynb #16ce0a0f
+# %% ../nbs/21_generator.ipynb #4e023cce
 import base64, dataclasses, hashlib, json
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .drafts import Fallback, ForeignState, Generator, GeneratorError, query_dra
 from .checkpoints import CheckpointError, SlotTable, file_hash, load_tokenizer
 from .stream import FreePlan, Layout, Lexicon, PlanGrammar, Scribe, best
 
-# %% ../nbs/21_generator.ipynb #fe45b36e
+# %% ../nbs/21_generator.ipynb #3afb4c45
 @dataclass(frozen=True, eq=False)
 class StreamState:
     "$h_t$ of one conversation, immutable."
@@ -34,7 +34,7 @@ class StreamState:
         "What has to be kept between turns, in bytes."
         return self.h.nbytes+(0 if self.table is None else len(json.dumps(self.table.dump()).encode()))
 
-# %% ../nbs/21_generator.ipynb #74947876
+# %% ../nbs/21_generator.ipynb #d5c2fd78
 def write_plans(
     model,                # `prefill`, `decoder`
     prompts:list,         # Ids to read, per row
@@ -55,7 +55,7 @@ def write_plans(
         rows,l = [rows[j] for j in go],l[go]
     return d.state()
 
-# %% ../nbs/21_generator.ipynb #db4e78ae
+# %% ../nbs/21_generator.ipynb #70093978
 def top_k(
     rng:np.random.Generator, # Source of chance
     k:int=40,                # Tokens to choose among
@@ -68,7 +68,7 @@ def top_k(
         return int(rng.choice(at, p=p/p.sum()))
     return pick
 
-# %% ../nbs/21_generator.ipynb #efe45228
+# %% ../nbs/21_generator.ipynb #6fb78a3f
 class StreamGenerator(Generator):
     "Trace drafts by a model with a state (Equation 4): the SSM of Section 3.1, or its Transformer twin."
     def __init__(self,
@@ -104,7 +104,7 @@ class StreamGenerator(Generator):
         if isinstance(drafts, Exception): raise drafts
         return drafts, new
 
-# %% ../nbs/21_generator.ipynb #42627728
+# %% ../nbs/21_generator.ipynb #28e6ffe2
 @patch
 def generate_many(self:StreamGenerator,
     states:Sequence[StreamState], # One per conversation
@@ -131,7 +131,7 @@ def _batch(self:StreamGenerator, states, queries, next_ids):
     make = PlanGrammar if self.constrained else FreePlan
     ws = [make(self.lex, k, t, self.most) for k,t in zip(next_ids, tables)]
     h = write_plans(self.model, [list(p) for p in prompts], type(states[0].h).cat([s.h for s in states]), ws, self.pick)
-    return [(_drafts(w), StreamState(h[i], self.scribe.note(w.ids, t), len(p)+len(w.ids), len(w.ids), self._why(s, t, w, p)))
+    return [(_drafts(w), StreamState(h[i], self.scribe.note(w.ids, w.table), len(p)+len(w.ids), len(w.ids), self._why(s, t, w, p)))
             for i,(w,p,t,s) in enumerate(zip(ws, prompts, tables, states))]
 
 def _drafts(w):
@@ -146,7 +146,7 @@ def _why(self:StreamGenerator, state, table, w, p):
     if table is not None and (n := table.evicted-state.table.evicted): said.append(f'{n} older words gave up their slots')
     return '; '.join(said)
 
-# %% ../nbs/21_generator.ipynb #78fab80e
+# %% ../nbs/21_generator.ipynb #9f06c7fc
 @patch
 def observe(self:StreamGenerator,
     state:StreamState,             # $h_{t-1}$
@@ -163,7 +163,7 @@ def observe(self:StreamGenerator,
     read = self.model.prefill([ids], state=state.h)[1]
     return StreamState(self.model.decoder(read).state(), table, len(ids))       # what a model keeps within a turn only is gone
 
-# %% ../nbs/21_generator.ipynb #19b59b40
+# %% ../nbs/21_generator.ipynb #1cbab512
 def usable(
     gen:StreamGenerator,      # Generator to wrap
     unknown:float=.6,         # Highest share of unknown words in a question
@@ -176,7 +176,7 @@ def usable(
     f.config = gen.config | dict(unknown=unknown)
     return f
 
-# %% ../nbs/21_generator.ipynb #0e04af28
+# %% ../nbs/21_generator.ipynb #1ec9d9c2
 @patch
 def to_bytes(self:StreamGenerator,
     state:StreamState, # A state
@@ -202,7 +202,7 @@ def weights_hash(model):
         h.update(k.encode()+v[::max(1, len(v)//4096)].float().cpu().numpy().tobytes())
     return h.hexdigest()[:12]
 
-# %% ../nbs/21_generator.ipynb #8a4c59bd
+# %% ../nbs/21_generator.ipynb #21cbb104
 @patch
 def from_bytes(self:StreamGenerator,
     b:bytes, # What `to_bytes` gave
@@ -232,7 +232,7 @@ def load(self:StreamGenerator,
     except ValueError as e: raise GeneratorError(f'not a saved state: {e}') from None
     return self.from_bytes(b)
 
-# %% ../nbs/21_generator.ipynb #29e4664f
+# %% ../nbs/21_generator.ipynb #673888b8
 GENERATOR_FILE = 'generator.json'
 
 def _json(folder, name):
@@ -271,7 +271,7 @@ def write_layout(
     files = {p.name: file_hash(p) for p in _files(folder)}
     (Path(folder)/GENERATOR_FILE).write_text(json.dumps(dict(layout=dataclasses.asdict(layout), files=files, **more), indent=1)+'\n', encoding='utf-8')
 
-# %% ../nbs/21_generator.ipynb #38262b85
+# %% ../nbs/21_generator.ipynb #024de08f
 def load_generator(
     folder,              # A checkpoint folder: an SSM's or a Transformer's
     path:str='numba',    # Path of the SSM, see `Mamba2LM.use`; on a GPU 'cuda'

@@ -10,7 +10,7 @@ __all__ = ['KINDS', 'SFT_DEFAULTS', 'SFT_CHECKS', 'SftError', 'Stage', 'Recipe',
            'structural_rows', 'Names', 'ref_kind', 'score_turn', 'add_up', 'gold_plans', 'previous_plans',
            'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'spoken', 'recipe_of']
 
-# %% ../nbs/30_sft.ipynb #f5f8662f
+# %% ../nbs/30_sft.ipynb #476067f1
 import dataclasses, hashlib, json, math, random, re, shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,17 +28,17 @@ from .wording import KIND
 from .runs import progress, resolve_path
 from .curriculum import bin_name, read_phrase
 from .drafts import FallbackState, query_draft
-from .stream import LINK, NOTE, READ, WRITTEN, Scribe
+from .stream import LINK, NOTE, PROBE, READ, WRITTEN, Scribe
 from .mamba import LORA_TARGETS, MambaConfig, Mamba2LM, lora
 from .twin import TwinLM, twin_config
 from .generator import write_layout
 from .profiles import check_keys, read_params, shipped_generators
 
-# %% ../nbs/30_sft.ipynb #73e97cf4
+# %% ../nbs/30_sft.ipynb #81ff2925
 class SftError(ValueError):
     "A recipe that can't be used, or a training that went wrong; the message says where and what to change."
 
-# %% ../nbs/30_sft.ipynb #b8d42be5
+# %% ../nbs/30_sft.ipynb #392b6a24
 @dataclass(frozen=True)
 class Stage:
     "One stage of the curriculum (Section B.3, Table 8)."
@@ -56,7 +56,7 @@ class Stage:
     dropout:float=0.    # In front of them
     fresh:bool=True     # New adapters, the old ones merged? Or go on with them?
 
-# %% ../nbs/30_sft.ipynb #100bccdf
+# %% ../nbs/30_sft.ipynb #25f1c700
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides how a generator is trained."
@@ -82,6 +82,8 @@ class Recipe:
     every:int=200            # Steps between looks at the validation loss
     link:float=1.            # Weight of a token that refers to an earlier turn
     note:float=1.            # Weight of a token of a memory line
+    probes:int=0             # Exercises in looking up behind each turn (with tags)
+    probe:float=1.           # Weight of what they recall
     move_ids:bool=False      # Start trace numbers anywhere
     move_slots:bool=False    # Give out slots in another order each time
     most_steps:int=0         # No more steps than these in a phase (to measure speed); 0: all
@@ -94,7 +96,7 @@ class Recipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #ea39916e
+# %% ../nbs/30_sft.ipynb #6d430eba
 def _defaults(cls):
     blank = lambda f: f.default if f.default is not dataclasses.MISSING else {}
     return {f.name: blank(f) for f in dataclasses.fields(cls) if f.name!='name'}
@@ -125,7 +127,7 @@ def check_recipe(
         need((r.rate if r.one_schedule else s.rate)>0, f'stage {s.name}: has no learning rate')
     return r
 
-# %% ../nbs/30_sft.ipynb #9c779569
+# %% ../nbs/30_sft.ipynb #bdd2f444
 def _lengths(turns): return np.array([len(ids) for ids,_ in turns])
 
 def _lost(scribe, d, first):
@@ -133,15 +135,16 @@ def _lost(scribe, d, first):
     if not scribe.ring: return set()
     return {scribe.tok.id(f'[{c}_{scribe.symbol(k)}]') for c in 'TA' for k in range(1, first)}-{scribe.tok.id(f'[{c}_{scribe.symbol(t.id)}]') for c in 'TA' for t in d.traces}
 
-# %% ../nbs/30_sft.ipynb #a086ade6
+# %% ../nbs/30_sft.ipynb #ff29a22f
 def encode_dialogue(
     scribe:Scribe,       # How turns are written
     d:Dialogue,          # Annotated dialogue
     most:int=10**9,      # Tokens that it may have
     lines:Callable=None, # Memory lines, see `Scribe.conversation`
+    probes:int=0,        # Exercises behind each turn
 ): # (ids, kinds, turns lost, references lost)
     "A dialogue as two arrays, its first turns left out when it is too long; `SftError` when one turn alone is."
-    turns = scribe.conversation(d, lines=lines)
+    turns = scribe.conversation(d, lines=lines, probes=probes)
     tail = _lengths(turns)[::-1].cumsum()
     keep,gone = int((tail<=most).sum()),0
     if not keep: raise SftError(f'dialogue {d.id}: its last turn alone has {tail[0]} tokens, allowed are {most}')
@@ -149,14 +152,14 @@ def encode_dialogue(
     if cut:
         left = dataclasses.replace(d, turns=d.turns[cut:])
         at = None if lines is None else lines(d)
-        turns = scribe.conversation(left, lines=None if at is None else lambda _: at[cut:])
+        turns = scribe.conversation(left, lines=None if at is None else lambda _: at[cut:], probes=probes)
     ids,kinds = (np.array([x for t in turns for x in t[j]], k) for j,k in ((0, np.int32), (1, np.int8)))
     if cut and (lost := _lost(scribe, left, left.turns[0].traces[0].id)):
         at = np.isin(ids, list(lost)) & (kinds==LINK)
         kinds[at],gone = READ,int(at.sum())
     return ids, kinds, cut, gone
 
-# %% ../nbs/30_sft.ipynb #f8925158
+# %% ../nbs/30_sft.ipynb #241834e4
 def move(
     scribe:Scribe,             # How turns are written
     offset:int=0,              # Added to all trace numbers
@@ -171,7 +174,7 @@ def move(
     if order is not None: t[tok.first_slot:tok.first_slot+tok.slots] = tok.first_slot+np.asarray(order)
     return t
 
-# %% ../nbs/30_sft.ipynb #cc11f5ee
+# %% ../nbs/30_sft.ipynb #04f129e4
 KINDS = ('single','short','long','ultra')
 
 class TurnStream:
@@ -188,11 +191,11 @@ class TurnStream:
         self.items,self.counts = {},{}
         lines = lines if scribe.layout.memory else None
         for k in (k for k in dialogues if self.most[k]):
-            es = [encode_dialogue(scribe, d, self.most[k], lines) for d in progress(dialogues[k], desc=f'encode {k}', every=20.)]
+            es = [encode_dialogue(scribe, d, self.most[k], lines, recipe.probes) for d in progress(dialogues[k], desc=f'encode {k}', every=20.)]
             self.items[k] = [e[:2] for e in es]
             self.counts[k] = dict(dialogues=len(es), tokens=sum(len(e[0]) for e in es), longest=max((len(e[0]) for e in es), default=0),
                                   shortened=sum(e[2]>0 for e in es), turns_lost=sum(e[2] for e in es), references_lost=sum(e[3] for e in es))
-        self.weight = np.array([0., 1., recipe.link, recipe.note], np.float32)
+        self.weight = np.array([0., 1., recipe.link, recipe.note, recipe.probe], np.float32)
 
     def sizes(self): return {k: [len(i) for i,_ in es] for k,es in self.items.items()}
     @property
@@ -203,7 +206,7 @@ class TurnStream:
             for i,w in es: h.update(k.encode()+i.tobytes()+w.tobytes())
         return h.hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #6712f3a0
+# %% ../nbs/30_sft.ipynb #fd9521a2
 @patch
 def example(self:TurnStream,
     kind:str,  # Of the dialogue
@@ -232,7 +235,7 @@ def batch(self:TurnStream,
     targets = np.where(kinds==READ, -100, shift(ids))
     return {k: torch.from_numpy(v) for k,v in dict(ids=ids, targets=targets, weights=self.weight[kinds], kinds=kinds).items()}
 
-# %% ../nbs/30_sft.ipynb #966ec274
+# %% ../nbs/30_sft.ipynb #59e61f66
 @patch
 def save(self:TurnStream,
     path, # File to write
@@ -261,7 +264,7 @@ def load(cls:TurnStream,
             if s.counts[k]['dialogues']: s.items[k] = list(zip(*(np.split(f.get_tensor(f'{n}.{k}'), f.get_tensor(f'lengths.{k}').cumsum()[:-1]) for n in ('ids','kinds'))))
     return s
 
-# %% ../nbs/30_sft.ipynb #8be455f2
+# %% ../nbs/30_sft.ipynb #22d16c44
 def _endless(kind, n, seed):
     "(kind, number, use) for ever: every dialogue once, in a new order, then again."
     use = 0
@@ -289,7 +292,7 @@ def pack(
         out.append(batch)
     return out
 
-# %% ../nbs/30_sft.ipynb #54813566
+# %% ../nbs/30_sft.ipynb #23a3cd88
 def _by_tokens(stage, recipe, sizes, flows, rng):
     out = []
     for kind,part in stage.mix.items():
@@ -318,7 +321,7 @@ def plan_batches(
     flows,make = {k: _endless(k, len(sizes[k]), recipe.seed) for k in need},_by_tokens if recipe.tokens else _by_epochs
     return [cap([b for s in phase for b in make(s, recipe, sizes, flows, random.Random(f'{recipe.seed}/{s.name}'))], phase[0]) for phase in recipe.phases]
 
-# %% ../nbs/30_sft.ipynb #1be87557
+# %% ../nbs/30_sft.ipynb #e3218d00
 def plan_logits(
     model,               # `Mamba2LM`, one with adapters, or its Transformer twin
     ids:torch.Tensor,    # (batch, length)
@@ -340,7 +343,7 @@ def plan_losses(
     right = None if torch.is_grad_enabled() else logits.argmax(-1)==t              # only looked at when nothing is trained
     return F.cross_entropy(logits, t, reduction='none'), batch['weights'][at], batch['kinds'][at], right
 
-# %% ../nbs/30_sft.ipynb #faf9ba08
+# %% ../nbs/30_sft.ipynb #8e7a4fbf
 def new_model(
     recipe:Recipe, # Says its shape
     vocab:int,     # Tokens
@@ -351,7 +354,7 @@ def new_model(
         torch.manual_seed(recipe.seed)
         return Mamba2LM(MambaConfig(vocab_size=-(-vocab//8)*8, **{**recipe.model, **changes}))
 
-# %% ../nbs/30_sft.ipynb #56286b1b
+# %% ../nbs/30_sft.ipynb #fd7d15be
 def new_twin(
     recipe:Recipe, # Says the Mamba-2's shape
     vocab:int,     # Tokens
@@ -363,7 +366,7 @@ def new_twin(
         torch.manual_seed(recipe.seed)
         return TwinLM.fresh(c).model
 
-# %% ../nbs/30_sft.ipynb #654c5514
+# %% ../nbs/30_sft.ipynb #caf17e5f
 class Batches(torch.utils.data.Dataset):
     "Batches in the order laid down."
     def __init__(self, stream, batches): self.stream,self.batches = stream,batches
@@ -385,8 +388,8 @@ class PlanTrainer(Trainer):
         if not torch.isfinite(loss): raise SftError(f'step {self.state.global_step+1}: the loss is {loss.item()}; lower the learning rate ({self._get_learning_rate():.2g}) or use precision fp32')
         return loss
 
-# %% ../nbs/30_sft.ipynb #85aac0df
-_names = {WRITTEN:'text', LINK:'link', NOTE:'note'}
+# %% ../nbs/30_sft.ipynb #510291fe
+_names = {WRITTEN:'text', LINK:'link', NOTE:'note', PROBE:'probe'}
 
 @torch.no_grad()
 def validation_loss(
@@ -404,8 +407,8 @@ def validation_loss(
         got.append(torch.stack([l.double(), k.double(), ok.double()]).cpu())
     model.train(was)
     l,k,ok = torch.cat(got, 1).numpy()
-    out = dict(loss=l.mean()) | {n: l[k==j].mean() for j,n in _names.items() if (k==j).any()}
-    return {n: float(v) for n,v in (out | (dict(link_right=ok[k==LINK].mean()) if (k==LINK).any() else {})).items()}
+    out = dict(loss=l[k!=PROBE].mean()) | {n: l[k==j].mean() for j,n in _names.items() if (k==j).any()}
+    return {n: float(v) for n,v in (out | {f'{_names[j]}_right': ok[k==j].mean() for j in (LINK, PROBE) if (k==j).any()}).items()}
 
 @patch
 def evaluate(self:PlanTrainer, *args, **kw):
@@ -414,7 +417,7 @@ def evaluate(self:PlanTrainer, *args, **kw):
     self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, v)
     return v
 
-# %% ../nbs/30_sft.ipynb #2f4cf9aa
+# %% ../nbs/30_sft.ipynb #efe9f9ba
 def last_checkpoint(
     folder, # Of the trainer
 )->Path|None:
@@ -437,7 +440,7 @@ def read_curve(
     p = Path(folder)/'curve.jsonl'
     return [json.loads(l) for l in p.read_text(encoding='utf-8').splitlines()] if p.exists() else []
 
-# %% ../nbs/30_sft.ipynb #a3309657
+# %% ../nbs/30_sft.ipynb #2d33aa00
 class Diary(TrainerCallback):
     "Writes the curve, shows progress, marks complete checkpoints."
     def __init__(self, folder, phase, tokens, every):
@@ -460,7 +463,7 @@ class Diary(TrainerCallback):
         if 'eval_loss' in logs: print(f"step {state.global_step}: validation " + ' · '.join(f'{k[5:]} {v:.4f}' for k,v in logs.items() if k.startswith('eval_')) + f" · {rec['rate']:.0f} tokens/s", flush=True)
     def on_save(self, args, state, control, **kw): (Path(args.output_dir)/f'checkpoint-{state.global_step}'/'complete').touch()
 
-# %% ../nbs/30_sft.ipynb #26899785
+# %% ../nbs/30_sft.ipynb #2fb6eeab
 @contextmanager
 def quiet():
     "No progress bars and no remarks of `transformers`, only errors (it wonders about the head, which is the embedding and not saved twice)."
@@ -509,7 +512,7 @@ def train_phase(
     with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
     return dict(steps=t.state.global_step, tokens=sum(tokens), best_loss=t.state.best_metric, best_step=t.state.best_global_step, resumed_at=int(at.name.split('-')[1]) if at else 0)
 
-# %% ../nbs/30_sft.ipynb #dd2ca17a
+# %% ../nbs/30_sft.ipynb #2784d2d6
 def lora_count(
     c:MambaConfig, # Shape of the model
     rank:int,      # Of the adapters
@@ -539,7 +542,7 @@ def check_adapted(m, c, rank, rows):
     if n!=want: raise SftError(f'{n:,} parameters would be trained, expected {want:,} (adapters of rank {rank} on {" and ".join(LORA_TARGETS)}, {rows} rows)')
     return m
 
-# %% ../nbs/30_sft.ipynb #61fa2a7d
+# %% ../nbs/30_sft.ipynb #a8f58486
 @torch.no_grad()
 def merge(
     model,              # With adapters
@@ -557,7 +560,7 @@ def merge(
     if not off<most: raise SftError(f'merging changes logits by {off:.2g} of the largest, allowed {most:g}')
     return m
 
-# %% ../nbs/30_sft.ipynb #b0272b75
+# %% ../nbs/30_sft.ipynb #273bf77a
 def weights_of(
     model,              # A model; its head may be its embedding
     to=torch.float32,   # Type of floating numbers
@@ -584,7 +587,7 @@ def _load_phase(model, work, fresh):
     load_model(model, work/'model.safetensors', strict=False)
     return model
 
-# %% ../nbs/30_sft.ipynb #103e52b8
+# %% ../nbs/30_sft.ipynb #c0c4c010
 def train_generator(
     model,             # `Mamba2LM` (or its Transformer twin); trained in place unless adapters come and go
     recipe:Recipe,     # How
@@ -618,7 +621,7 @@ def structural_rows(
     "The rows of the seven structural tokens (Section B.1)."
     return [scribe.tok.id(t) for t in STRUCTURAL_TOKENS]
 
-# %% ../nbs/30_sft.ipynb #7956290c
+# %% ../nbs/30_sft.ipynb #a3146472
 class Names:
     "Which own trace stands for which gold one."
     def __init__(self): self.own,self.gold = {},{}
@@ -629,7 +632,7 @@ class Names:
         to = lambda s: remap_refs(s, {i: self.gold.get(i, 10**6+i) for i in answer_refs(s)})
         return dataclasses.replace(d, sub_question=to(d.sub_question), keywords=to(d.keywords), deps=tuple(self.gold.get(i, 10**6+i) for i in d.deps))
 
-# %% ../nbs/30_sft.ipynb #1510831f
+# %% ../nbs/30_sft.ipynb #95af480e
 def ref_kind(
     phrase:str, # How a question refers to an earlier turn
 )->str: # `anchored` ("the city we found for X"), `type` ("that city"), `other` ("that founder")
@@ -660,7 +663,7 @@ def score_turn(
     out['edges'] = [(gold.turn-turn_of[e.dep], ref_kind(e.phrase), (k, e.dep) in found) for k,t in enumerate(gold.traces) for e in t.edges if e.cross_turn]
     return out
 
-# %% ../nbs/30_sft.ipynb #5e9c8c61
+# %% ../nbs/30_sft.ipynb #96b03478
 def _mean(xs):
     xs = list(xs)
     return sum(xs)/len(xs) if xs else None
@@ -680,7 +683,7 @@ def add_up(
                 keywords=sum(t['kw'] for t in turns)/max(1, total), **sums, by_distance=recall(lambda d, k: bin_name(d), [bin_name(d) for d in (1, 2, 3, 6, 11)]),
                 by_kind=recall(lambda d, k: k, ('type','anchored','other')))
 
-# %% ../nbs/30_sft.ipynb #82493f71
+# %% ../nbs/30_sft.ipynb #a4d7d5f1
 def gold_plans(dialogues):
     "Per dialogue and turn the gold drafts."
     return [[[t.draft for t in u.traces] for u in d.turns] for d in dialogues]
@@ -705,7 +708,7 @@ def score_drafts(
         out += [score_turn(u, p, turn_of) for u,p in zip(d.turns, ps)]
     return add_up(out)
 
-# %% ../nbs/30_sft.ipynb #77d689de
+# %% ../nbs/30_sft.ipynb #d6065dcc
 def _ask(gen, states, queries, ids):
     "Plans of several conversations; what is no plan is its `TraceError`."
     if hasattr(gen, 'generate_many'): return gen.generate_many(states, queries, ids)
@@ -746,7 +749,7 @@ def _gold_turn(gen, state, u, note):
     kw = dict(refs=note[0], memory=[note[1].get(t.id, ()) for t in u.traces]) if note else {}
     return gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **kw),u.traces[-1].id+1
 
-# %% ../nbs/30_sft.ipynb #ac4e97c8
+# %% ../nbs/30_sft.ipynb #1ca164ba
 def score_plans(
     generator,           # Trace generator; one with `generate_many` plans many conversations at once
     dialogues,           # Annotated dialogues
@@ -780,7 +783,7 @@ def score_table(
     df['turns'] = df['turns'].astype(int)
     return df.rename_axis('system')
 
-# %% ../nbs/30_sft.ipynb #d73da6db
+# %% ../nbs/30_sft.ipynb #60c0dafb
 def sft_card(
     recipe:Recipe,     # How it was trained
     about:dict,        # Name → value: data, seed, hash, steps, …
@@ -818,7 +821,7 @@ def save_generator(
     if most and size>most: raise SftError(f'{folder.name}: {size/1e6:.1f} MB, at most {most/1e6:.0f} MB may ship')
     return folder
 
-# %% ../nbs/30_sft.ipynb #615dbb9d
+# %% ../nbs/30_sft.ipynb #3d471c2e
 _inside = re.compile(r"(?<![.?!:] )(?<!^)\b[A-Z][\w'’-]*")
 
 def spoken(
@@ -833,9 +836,9 @@ def spoken(
         if lines: out += [plain(f'of {k}') for r,m in lines(d) for k in (*(k for k,_ in r), *(k for ks in m.values() for k in ks))]
     return out
 
-# %% ../nbs/30_sft.ipynb #c4e0579f
-SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=6, seed=0, single=3000, short=3000, long=4000, order='after', memory=True, keys='name type', words=8, slots=256, ids=256,
-                    tokens=0, steps=0, rate=0., train_seed=42, decay='', state=0, width=0, layers=0, head=0, link=0., note=0., batch_tokens=0, every=0, precision='', stages='',
+# %% ../nbs/30_sft.ipynb #82178560
+SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=8, wide=4, seed=0, single=4000, short=4000, long=4000, order='after', memory=True, keys='name type', tags=True, probes=True, words=8, slots=384, ids=256,
+                    tokens=0, steps=0, rate=0., train_seed=42, decay='', induction=True, state=0, width=0, layers=0, head=0, link=0., note=0., batch_tokens=0, every=0, precision='', stages='',
                     start='', path='torch', dev_single=100, dev_short=40, dev_long=20, limit=0, quick=False, ultra=False, wordings=False, publish='', workers=1)
 
 def _whole(n): return n>=0 or 'must not be below 0'
@@ -847,15 +850,16 @@ def _decay_ok(s):
 
 SFT_CHECKS = {k: _whole for k,v in SFT_DEFAULTS.items() if type(v) in (int, float)} | dict(worlds=lambda n: n>0 or 'must be above 0', decay=_decay_ok, start=_folder_ok)
 
-# %% ../nbs/30_sft.ipynb #3e6c6d50
+# %% ../nbs/30_sft.ipynb #04fcaf0d
 def recipe_of(
     p, # Parameters, as `guard` gives them
 )->Recipe:
     "The recipe that a run's parameters ask for; what is 0 or empty is left as the recipe has it."
     r = load_recipe(p.recipe)
-    change = {k: getattr(p, k) for k in ('tokens','rate','link','note','batch_tokens','every','precision') if getattr(p, k)} | dict(seed=p.train_seed, most_steps=p.steps)
+    change = {k: getattr(p, k) for k in ('tokens','rate','link','note','batch_tokens','every','precision') if getattr(p, k)} | dict(seed=p.train_seed, most_steps=p.steps) | ({} if p.probes else dict(probes=0))
     shape = {k: v for k,v in dict(state_size=p.state, hidden_size=p.width, num_hidden_layers=p.layers, head_dim=p.head).items() if v}
     if p.decay: shape['decay'] = [float(x) for x in p.decay.split(',')]
+    if not p.induction: shape['induction'] = False
     names = [n for n in p.stages.split(',') if n] or list(r.stages)
     if bad := [n for n in names if n not in r.stages]: raise SftError(f'recipe {r.name} has no stage {bad[0]!r}; it has {", ".join(r.stages)}')
     return check_recipe(dataclasses.replace(r, **change, model=r.model | shape, stages={n: r.stages[n] for n in names}))

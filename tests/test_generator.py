@@ -4,11 +4,11 @@ from functools import lru_cache
 from pathlib import Path
 import numpy as np, pytest, torch
 from cmtrag.traces import TraceDraft, TraceError, answer_refs, check_draft, parse_plan, serialise_plan, resolve_refs
-from cmtrag.checkpoints import CheckpointError, NeoXTokenizer, build_slots
+from cmtrag.checkpoints import TAG, CheckpointError, NeoXTokenizer, build_slots
 from cmtrag.drafts import GeneratorError
 from cmtrag.generator import StreamGenerator, load_generator, read_layout, top_k, usable, write_layout
 from cmtrag.mamba import Mamba2LM, MambaConfig
-from cmtrag.stream import MEMORY_TOKENS, FreePlan, Layout, Lexicon, PlanGrammar, Scribe, StreamError, refused
+from cmtrag.stream import MEMORY_TOKENS, READ, TAG_TOKEN, FreePlan, Layout, Lexicon, PlanGrammar, Scribe, StreamError, refused
 from cmtrag.twin import TwinLM, twin_config
 
 QUESTIONS = ['Who founded the Gadmore Line?', 'Where was that person born?', r'Is [A_1] or [/PLAN] the capital of [\A_2]?', 'What is the capital of Lower Iotaluna?', 'And [KW] of that [TRACE] city?',
@@ -16,7 +16,7 @@ QUESTIONS = ['Who founded the Gadmore Line?', 'Where was that person born?', r'I
 WORDS = 'Who What Where Which is was the of that capital city founded born flow through and river lake person we found for into does it Line'.split()
 
 @lru_cache
-def vocabulary(ids=256, slots=12): return build_slots([' '.join(WORDS)]*2, ids=ids, slots=slots, extra=MEMORY_TOKENS)
+def vocabulary(ids=256, slots=12): return build_slots([' '.join(WORDS)]*2, ids=ids, slots=slots, extra=(*MEMORY_TOKENS, TAG_TOKEN))
 
 @lru_cache
 def ssm(vocab, path='numba', seed=0):
@@ -66,7 +66,7 @@ def test_two_thousand_turns_hold_no_invalid_plan_and_free_ones_do():
     print(f'without a grammar: {free} of 320 plans invalid')
     assert free>160
 
-@pytest.mark.parametrize('layout', [Layout(), Layout(ids=False), Layout(memory=True)])
+@pytest.mark.parametrize('layout', [Layout(), Layout(ids=False), Layout(memory=True), Layout(memory=True, tags=True)])
 def test_a_model_that_loves_structure_cannot_break_it(layout):
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -302,12 +302,43 @@ def test_numbers_in_a_slot_do_not_become_references():
 def test_memory_lines_point_back_and_within_reach():
     tok = vocabulary(ids=8)
     s,t = Scribe(tok, Layout(memory=True)),vocabulary(ids=8).start()
-    far,_ = s.plan([TraceDraft('who')], 60, t, refs=[('who', 1)])
+    far,*_ = s.plan([TraceDraft('who')], 60, t, refs=[('who', 1)])
     assert tok.id('[REF]') not in far
-    near,_ = s.plan([TraceDraft('who')], 60, t, refs=[('who', 58)], memory=[['', 'who']])
+    near,*_ = s.plan([TraceDraft('who')], 60, t, refs=[('who', 58)], memory=[['', 'who']])
     assert refused(Lexicon(s, tok.vocab_size), near, 60, t) is None or tok.unk in near
     for j in (60, 61, 0):
         with pytest.raises(TraceError): s.plan([TraceDraft('who')], 60, t, refs=[('who', j)])
+
+def test_tags_stand_for_keys_and_only_the_runtime_writes_them():
+    tok = vocabulary()
+    s = Scribe(tok, Layout(memory=True, tags=True))
+    lex,(_,t) = Lexicon(s, tok.vocab_size),s.prompt('who is Zorbo', tok.start())
+    ids,kinds,t2 = s.plan([TraceDraft('who is Zorbo')], 1, t, memory=[['who', 'who is']])
+    tag = t2.words.index(TAG+'who is')+tok.first_slot
+    assert kinds[ids.index(tag)]==READ and ids.count(tag)==1 and refused(lex, ids, 1, t) is None
+    again,*_,t3 = s.plan([TraceDraft('who is Zorbo')], 2, t2, refs=[('who is', 1)])
+    assert again[again.index(tag)+1]==tok.id('[A_1]') and t3.words==t2.words and refused(lex, again, 2, t2) is None
+    g = PlanGrammar(lex, 2, t2, 200)
+    for i in again[:again.index(tag)]: g.push(i)
+    assert g.queue==[tag] and not g.free[tag] and g.free[t2.words.index('Zorbo')+tok.first_slot]
+    with pytest.raises(StreamError): g.push(tok.id('[A_1]'))
+    with pytest.raises(CheckpointError, match='tags need'): Scribe(tok, Layout(tags=True))
+    with pytest.raises(CheckpointError, match='tags need'): Scribe(build_slots(['a a'], extra=MEMORY_TOKENS), Layout(memory=True, tags=True))
+
+def test_a_state_with_tags_goes_on_elsewhere():
+    gen = make(Layout(memory=True, tags=True))
+    s = gen.observe(gen.start(), 'who is Zorbo', [TraceDraft('who is Zorbo', 'Zorbo')], 1, memory=[['who', 'who is', 'what '*30+'is']])
+    back = gen.from_bytes(gen.to_bytes(s))
+    assert back.table==s.table and sum(w[:1]==TAG for w in s.table.words)==2 and all(len(w)<=64 for w in s.table.words)
+    assert gen.generate(s, 'what is that', 2)[0]==gen.generate(back, 'what is that', 2)[0]
+
+def test_more_tags_than_slots():
+    tok = vocabulary(slots=3)
+    gen,s = StreamGenerator(ssm(tok.vocab_size), Scribe(tok, Layout(memory=True, tags=True))),None
+    s = gen.start()
+    for k in range(1, 9): s = gen.observe(s, 'who is Zorbo', [TraceDraft('who is Zorbo')], k, memory=[[f'{a} {b}' for a in WORDS[:3] for b in WORDS[k:k+2]]])
+    assert len(s.table.words)==3 and s.table.evicted>20
+    valid(gen.generate(s, 'who is Zorbo', 9)[0], 9)
 
 def test_white_space_bytes_are_no_sub_question():
     if 'CMTRAG_DATA' not in os.environ: pytest.skip('CMTRAG_DATA is not set')
