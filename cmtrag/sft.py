@@ -10,7 +10,7 @@ __all__ = ['KINDS', 'SFT_DEFAULTS', 'SFT_CHECKS', 'SftError', 'Stage', 'Recipe',
            'structural_rows', 'Names', 'ref_kind', 'score_turn', 'add_up', 'gold_plans', 'previous_plans',
            'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'spoken', 'recipe_of']
 
-# %% ../nbs/30_sft.ipynb #476067f1
+# %% ../nbs/30_sft.ipynb #aab09440
 import dataclasses, hashlib, json, math, random, re, shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,11 +34,11 @@ from .twin import TwinLM, twin_config
 from .generator import write_layout
 from .profiles import check_keys, read_params, shipped_generators
 
-# %% ../nbs/30_sft.ipynb #81ff2925
+# %% ../nbs/30_sft.ipynb #42fd59d6
 class SftError(ValueError):
     "A recipe that can't be used, or a training that went wrong; the message says where and what to change."
 
-# %% ../nbs/30_sft.ipynb #392b6a24
+# %% ../nbs/30_sft.ipynb #d90f926e
 @dataclass(frozen=True)
 class Stage:
     "One stage of the curriculum (Section B.3, Table 8)."
@@ -56,7 +56,7 @@ class Stage:
     dropout:float=0.    # In front of them
     fresh:bool=True     # New adapters, the old ones merged? Or go on with them?
 
-# %% ../nbs/30_sft.ipynb #25f1c700
+# %% ../nbs/30_sft.ipynb #f8b931b4
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides how a generator is trained."
@@ -84,6 +84,7 @@ class Recipe:
     note:float=1.            # Weight of a token of a memory line
     probes:int=0             # Exercises in looking up behind each turn (with tags)
     probe:float=1.           # Weight of what they recall
+    probed:float=1.          # Share of the dialogues that have them
     move_ids:bool=False      # Start trace numbers anywhere
     move_slots:bool=False    # Give out slots in another order each time
     most_steps:int=0         # No more steps than these in a phase (to measure speed); 0: all
@@ -96,7 +97,7 @@ class Recipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #6d430eba
+# %% ../nbs/30_sft.ipynb #8ba1204a
 def _defaults(cls):
     blank = lambda f: f.default if f.default is not dataclasses.MISSING else {}
     return {f.name: blank(f) for f in dataclasses.fields(cls) if f.name!='name'}
@@ -127,7 +128,7 @@ def check_recipe(
         need((r.rate if r.one_schedule else s.rate)>0, f'stage {s.name}: has no learning rate')
     return r
 
-# %% ../nbs/30_sft.ipynb #bdd2f444
+# %% ../nbs/30_sft.ipynb #27e644d1
 def _lengths(turns): return np.array([len(ids) for ids,_ in turns])
 
 def _lost(scribe, d, first):
@@ -135,7 +136,7 @@ def _lost(scribe, d, first):
     if not scribe.ring: return set()
     return {scribe.tok.id(f'[{c}_{scribe.symbol(k)}]') for c in 'TA' for k in range(1, first)}-{scribe.tok.id(f'[{c}_{scribe.symbol(t.id)}]') for c in 'TA' for t in d.traces}
 
-# %% ../nbs/30_sft.ipynb #ff29a22f
+# %% ../nbs/30_sft.ipynb #aba90dcb
 def encode_dialogue(
     scribe:Scribe,       # How turns are written
     d:Dialogue,          # Annotated dialogue
@@ -159,7 +160,7 @@ def encode_dialogue(
         kinds[at],gone = READ,int(at.sum())
     return ids, kinds, cut, gone
 
-# %% ../nbs/30_sft.ipynb #241834e4
+# %% ../nbs/30_sft.ipynb #b2266efc
 def move(
     scribe:Scribe,             # How turns are written
     offset:int=0,              # Added to all trace numbers
@@ -174,7 +175,7 @@ def move(
     if order is not None: t[tok.first_slot:tok.first_slot+tok.slots] = tok.first_slot+np.asarray(order)
     return t
 
-# %% ../nbs/30_sft.ipynb #04f129e4
+# %% ../nbs/30_sft.ipynb #c94730e8
 KINDS = ('single','short','long','ultra')
 
 class TurnStream:
@@ -191,7 +192,7 @@ class TurnStream:
         self.items,self.counts = {},{}
         lines = lines if scribe.layout.memory else None
         for k in (k for k in dialogues if self.most[k]):
-            es = [encode_dialogue(scribe, d, self.most[k], lines, recipe.probes) for d in progress(dialogues[k], desc=f'encode {k}', every=20.)]
+            es = [encode_dialogue(scribe, d, self.most[k], lines, recipe.probes*(random.Random(f'probed {d.id}').random()<recipe.probed)) for d in progress(dialogues[k], desc=f'encode {k}', every=20.)]
             self.items[k] = [e[:2] for e in es]
             self.counts[k] = dict(dialogues=len(es), tokens=sum(len(e[0]) for e in es), longest=max((len(e[0]) for e in es), default=0),
                                   shortened=sum(e[2]>0 for e in es), turns_lost=sum(e[2] for e in es), references_lost=sum(e[3] for e in es))
@@ -206,7 +207,7 @@ class TurnStream:
             for i,w in es: h.update(k.encode()+i.tobytes()+w.tobytes())
         return h.hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #fd9521a2
+# %% ../nbs/30_sft.ipynb #7f6be46c
 @patch
 def example(self:TurnStream,
     kind:str,  # Of the dialogue
@@ -235,7 +236,7 @@ def batch(self:TurnStream,
     targets = np.where(kinds==READ, -100, shift(ids))
     return {k: torch.from_numpy(v) for k,v in dict(ids=ids, targets=targets, weights=self.weight[kinds], kinds=kinds).items()}
 
-# %% ../nbs/30_sft.ipynb #59e61f66
+# %% ../nbs/30_sft.ipynb #e8258387
 @patch
 def save(self:TurnStream,
     path, # File to write
@@ -264,7 +265,7 @@ def load(cls:TurnStream,
             if s.counts[k]['dialogues']: s.items[k] = list(zip(*(np.split(f.get_tensor(f'{n}.{k}'), f.get_tensor(f'lengths.{k}').cumsum()[:-1]) for n in ('ids','kinds'))))
     return s
 
-# %% ../nbs/30_sft.ipynb #22d16c44
+# %% ../nbs/30_sft.ipynb #79b47d06
 def _endless(kind, n, seed):
     "(kind, number, use) for ever: every dialogue once, in a new order, then again."
     use = 0
@@ -292,7 +293,7 @@ def pack(
         out.append(batch)
     return out
 
-# %% ../nbs/30_sft.ipynb #23a3cd88
+# %% ../nbs/30_sft.ipynb #f90a969e
 def _by_tokens(stage, recipe, sizes, flows, rng):
     out = []
     for kind,part in stage.mix.items():
@@ -321,7 +322,7 @@ def plan_batches(
     flows,make = {k: _endless(k, len(sizes[k]), recipe.seed) for k in need},_by_tokens if recipe.tokens else _by_epochs
     return [cap([b for s in phase for b in make(s, recipe, sizes, flows, random.Random(f'{recipe.seed}/{s.name}'))], phase[0]) for phase in recipe.phases]
 
-# %% ../nbs/30_sft.ipynb #e3218d00
+# %% ../nbs/30_sft.ipynb #6fe69430
 def plan_logits(
     model,               # `Mamba2LM`, one with adapters, or its Transformer twin
     ids:torch.Tensor,    # (batch, length)
@@ -343,7 +344,7 @@ def plan_losses(
     right = None if torch.is_grad_enabled() else logits.argmax(-1)==t              # only looked at when nothing is trained
     return F.cross_entropy(logits, t, reduction='none'), batch['weights'][at], batch['kinds'][at], right
 
-# %% ../nbs/30_sft.ipynb #8e7a4fbf
+# %% ../nbs/30_sft.ipynb #8f574249
 def new_model(
     recipe:Recipe, # Says its shape
     vocab:int,     # Tokens
@@ -354,7 +355,7 @@ def new_model(
         torch.manual_seed(recipe.seed)
         return Mamba2LM(MambaConfig(vocab_size=-(-vocab//8)*8, **{**recipe.model, **changes}))
 
-# %% ../nbs/30_sft.ipynb #fd7d15be
+# %% ../nbs/30_sft.ipynb #ee53d513
 def new_twin(
     recipe:Recipe, # Says the Mamba-2's shape
     vocab:int,     # Tokens
@@ -366,7 +367,7 @@ def new_twin(
         torch.manual_seed(recipe.seed)
         return TwinLM.fresh(c).model
 
-# %% ../nbs/30_sft.ipynb #caf17e5f
+# %% ../nbs/30_sft.ipynb #ddbe1de1
 class Batches(torch.utils.data.Dataset):
     "Batches in the order laid down."
     def __init__(self, stream, batches): self.stream,self.batches = stream,batches
@@ -388,7 +389,7 @@ class PlanTrainer(Trainer):
         if not torch.isfinite(loss): raise SftError(f'step {self.state.global_step+1}: the loss is {loss.item()}; lower the learning rate ({self._get_learning_rate():.2g}) or use precision fp32')
         return loss
 
-# %% ../nbs/30_sft.ipynb #510291fe
+# %% ../nbs/30_sft.ipynb #51fe47ed
 _names = {WRITTEN:'text', LINK:'link', NOTE:'note', PROBE:'probe'}
 
 @torch.no_grad()
@@ -417,7 +418,7 @@ def evaluate(self:PlanTrainer, *args, **kw):
     self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, v)
     return v
 
-# %% ../nbs/30_sft.ipynb #efe9f9ba
+# %% ../nbs/30_sft.ipynb #74fe93b5
 def last_checkpoint(
     folder, # Of the trainer
 )->Path|None:
@@ -440,7 +441,7 @@ def read_curve(
     p = Path(folder)/'curve.jsonl'
     return [json.loads(l) for l in p.read_text(encoding='utf-8').splitlines()] if p.exists() else []
 
-# %% ../nbs/30_sft.ipynb #2d33aa00
+# %% ../nbs/30_sft.ipynb #34dca615
 class Diary(TrainerCallback):
     "Writes the curve, shows progress, marks complete checkpoints."
     def __init__(self, folder, phase, tokens, every):
@@ -463,7 +464,7 @@ class Diary(TrainerCallback):
         if 'eval_loss' in logs: print(f"step {state.global_step}: validation " + ' · '.join(f'{k[5:]} {v:.4f}' for k,v in logs.items() if k.startswith('eval_')) + f" · {rec['rate']:.0f} tokens/s", flush=True)
     def on_save(self, args, state, control, **kw): (Path(args.output_dir)/f'checkpoint-{state.global_step}'/'complete').touch()
 
-# %% ../nbs/30_sft.ipynb #2fb6eeab
+# %% ../nbs/30_sft.ipynb #358fc003
 @contextmanager
 def quiet():
     "No progress bars and no remarks of `transformers`, only errors (it wonders about the head, which is the embedding and not saved twice)."
@@ -512,7 +513,7 @@ def train_phase(
     with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
     return dict(steps=t.state.global_step, tokens=sum(tokens), best_loss=t.state.best_metric, best_step=t.state.best_global_step, resumed_at=int(at.name.split('-')[1]) if at else 0)
 
-# %% ../nbs/30_sft.ipynb #2784d2d6
+# %% ../nbs/30_sft.ipynb #cde04d38
 def lora_count(
     c:MambaConfig, # Shape of the model
     rank:int,      # Of the adapters
@@ -542,7 +543,7 @@ def check_adapted(m, c, rank, rows):
     if n!=want: raise SftError(f'{n:,} parameters would be trained, expected {want:,} (adapters of rank {rank} on {" and ".join(LORA_TARGETS)}, {rows} rows)')
     return m
 
-# %% ../nbs/30_sft.ipynb #a8f58486
+# %% ../nbs/30_sft.ipynb #d5c20de4
 @torch.no_grad()
 def merge(
     model,              # With adapters
@@ -560,7 +561,7 @@ def merge(
     if not off<most: raise SftError(f'merging changes logits by {off:.2g} of the largest, allowed {most:g}')
     return m
 
-# %% ../nbs/30_sft.ipynb #273bf77a
+# %% ../nbs/30_sft.ipynb #814e3f6a
 def weights_of(
     model,              # A model; its head may be its embedding
     to=torch.float32,   # Type of floating numbers
@@ -587,7 +588,7 @@ def _load_phase(model, work, fresh):
     load_model(model, work/'model.safetensors', strict=False)
     return model
 
-# %% ../nbs/30_sft.ipynb #c0c4c010
+# %% ../nbs/30_sft.ipynb #d9c56fff
 def train_generator(
     model,             # `Mamba2LM` (or its Transformer twin); trained in place unless adapters come and go
     recipe:Recipe,     # How
@@ -621,7 +622,7 @@ def structural_rows(
     "The rows of the seven structural tokens (Section B.1)."
     return [scribe.tok.id(t) for t in STRUCTURAL_TOKENS]
 
-# %% ../nbs/30_sft.ipynb #a3146472
+# %% ../nbs/30_sft.ipynb #7188b3e4
 class Names:
     "Which own trace stands for which gold one."
     def __init__(self): self.own,self.gold = {},{}
@@ -632,7 +633,7 @@ class Names:
         to = lambda s: remap_refs(s, {i: self.gold.get(i, 10**6+i) for i in answer_refs(s)})
         return dataclasses.replace(d, sub_question=to(d.sub_question), keywords=to(d.keywords), deps=tuple(self.gold.get(i, 10**6+i) for i in d.deps))
 
-# %% ../nbs/30_sft.ipynb #95af480e
+# %% ../nbs/30_sft.ipynb #46b77977
 def ref_kind(
     phrase:str, # How a question refers to an earlier turn
 )->str: # `anchored` ("the city we found for X"), `type` ("that city"), `other` ("that founder")
@@ -663,7 +664,7 @@ def score_turn(
     out['edges'] = [(gold.turn-turn_of[e.dep], ref_kind(e.phrase), (k, e.dep) in found) for k,t in enumerate(gold.traces) for e in t.edges if e.cross_turn]
     return out
 
-# %% ../nbs/30_sft.ipynb #96b03478
+# %% ../nbs/30_sft.ipynb #baf45c0a
 def _mean(xs):
     xs = list(xs)
     return sum(xs)/len(xs) if xs else None
@@ -683,7 +684,7 @@ def add_up(
                 keywords=sum(t['kw'] for t in turns)/max(1, total), **sums, by_distance=recall(lambda d, k: bin_name(d), [bin_name(d) for d in (1, 2, 3, 6, 11)]),
                 by_kind=recall(lambda d, k: k, ('type','anchored','other')))
 
-# %% ../nbs/30_sft.ipynb #a4d7d5f1
+# %% ../nbs/30_sft.ipynb #c896a70b
 def gold_plans(dialogues):
     "Per dialogue and turn the gold drafts."
     return [[[t.draft for t in u.traces] for u in d.turns] for d in dialogues]
@@ -708,7 +709,7 @@ def score_drafts(
         out += [score_turn(u, p, turn_of) for u,p in zip(d.turns, ps)]
     return add_up(out)
 
-# %% ../nbs/30_sft.ipynb #d6065dcc
+# %% ../nbs/30_sft.ipynb #4eb56d1c
 def _ask(gen, states, queries, ids):
     "Plans of several conversations; what is no plan is its `TraceError`."
     if hasattr(gen, 'generate_many'): return gen.generate_many(states, queries, ids)
@@ -749,7 +750,7 @@ def _gold_turn(gen, state, u, note):
     kw = dict(refs=note[0], memory=[note[1].get(t.id, ()) for t in u.traces]) if note else {}
     return gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **kw),u.traces[-1].id+1
 
-# %% ../nbs/30_sft.ipynb #1ca164ba
+# %% ../nbs/30_sft.ipynb #57d474c3
 def score_plans(
     generator,           # Trace generator; one with `generate_many` plans many conversations at once
     dialogues,           # Annotated dialogues
@@ -783,7 +784,7 @@ def score_table(
     df['turns'] = df['turns'].astype(int)
     return df.rename_axis('system')
 
-# %% ../nbs/30_sft.ipynb #60c0dafb
+# %% ../nbs/30_sft.ipynb #522f8712
 def sft_card(
     recipe:Recipe,     # How it was trained
     about:dict,        # Name → value: data, seed, hash, steps, …
@@ -821,7 +822,7 @@ def save_generator(
     if most and size>most: raise SftError(f'{folder.name}: {size/1e6:.1f} MB, at most {most/1e6:.0f} MB may ship')
     return folder
 
-# %% ../nbs/30_sft.ipynb #3d471c2e
+# %% ../nbs/30_sft.ipynb #a362d758
 _inside = re.compile(r"(?<![.?!:] )(?<!^)\b[A-Z][\w'’-]*")
 
 def spoken(
@@ -836,7 +837,7 @@ def spoken(
         if lines: out += [plain(f'of {k}') for r,m in lines(d) for k in (*(k for k,_ in r), *(k for ks in m.values() for k in ks))]
     return out
 
-# %% ../nbs/30_sft.ipynb #82178560
+# %% ../nbs/30_sft.ipynb #450b4b2b
 SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=8, wide=4, seed=0, single=4000, short=4000, long=4000, order='after', memory=True, keys='name type', tags=True, probes=True, words=8, slots=384, ids=256,
                     tokens=0, steps=0, rate=0., train_seed=42, decay='', induction=True, state=0, width=0, layers=0, head=0, link=0., note=0., batch_tokens=0, every=0, precision='', stages='',
                     start='', path='torch', dev_single=100, dev_short=40, dev_long=20, limit=0, quick=False, ultra=False, wordings=False, publish='', workers=1)
@@ -850,7 +851,7 @@ def _decay_ok(s):
 
 SFT_CHECKS = {k: _whole for k,v in SFT_DEFAULTS.items() if type(v) in (int, float)} | dict(worlds=lambda n: n>0 or 'must be above 0', decay=_decay_ok, start=_folder_ok)
 
-# %% ../nbs/30_sft.ipynb #04fcaf0d
+# %% ../nbs/30_sft.ipynb #f6a5730b
 def recipe_of(
     p, # Parameters, as `guard` gives them
 )->Recipe:
