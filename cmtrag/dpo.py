@@ -9,7 +9,7 @@ __all__ = ['DpoError', 'DpoRecipe', 'load_dpo_recipe', 'check_dpo_recipe', 'Cont
            'pair_rows', 'pair_batch', 'plan_logps', 'dpo_loss', 'plan_pairs', 'reference_logps', 'preferences',
            'PairBatches', 'DpoTrainer', 'train_dpo']
 
-# %% ../nbs/31_dpo.ipynb #de6719e0
+# %% ../nbs/31_dpo.ipynb #0650e565
 import dataclasses, hashlib, json, math, random, re
 from collections import Counter
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ from .pipeline import Session
 from .profiles import check_keys, read_params
 from .sft import Diary, PlanTrainer, Stage, _load_phase, _save_phase, adapt, last_checkpoint, merge, plan_logits, quiet, read_curve
 
-# %% ../nbs/31_dpo.ipynb #4a73d7f5
+# %% ../nbs/31_dpo.ipynb #27875034
 class DpoError(ValueError):
     "A recipe, a pool or a training of preferences that can't be used; the message names file, line or field."
 
-# %% ../nbs/31_dpo.ipynb #7f013690
+# %% ../nbs/31_dpo.ipynb #3cb06c51
 @dataclass(frozen=True)
 class DpoRecipe:
     "Everything that decides what preferences are and how they are learnt (Section B.3, Table 8)."
@@ -75,7 +75,7 @@ class DpoRecipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/31_dpo.ipynb #00893a67
+# %% ../nbs/31_dpo.ipynb #2dd6fa5b
 def load_dpo_recipe(
     name:str='dpo-small', # A YAML file in `cmtrag/params` or `params`
     **changes             # Fields that are to differ from it
@@ -94,7 +94,7 @@ def check_dpo_recipe(
     if bad := [k for k,v in ok.items() if not v]: raise DpoError(f'recipe {r.name}: {bad[0]} is {getattr(r, bad[0])!r}, which is not possible')
     return r
 
-# %% ../nbs/31_dpo.ipynb #95a2fb5e
+# %% ../nbs/31_dpo.ipynb #ad6f956d
 @dataclass(frozen=True, eq=False)
 class Context:
     "A turn of a dialogue that is about to be planned."
@@ -123,7 +123,7 @@ def contexts(
         yield Context(d, u.turn, state, dag.truncate(u.turn-1))
         if u.turn<len(d.turns): state = gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **_lines(note, u))
 
-# %% ../nbs/31_dpo.ipynb #354739ae
+# %% ../nbs/31_dpo.ipynb #8bca1a47
 class _Noted:
     "Remembers for each token whether the model wrote it."
     def __init__(self, *args): super().__init__(*args); self.wrote = []
@@ -167,7 +167,7 @@ def sample_candidates(
     ids = [tuple(map(int, w.ids)) for w in ws]
     return [Candidate(i, tuple(w.wrote), *_read(w), same=ids.index(i) if ids.index(i)<j else -1) for j,(i,w) in enumerate(zip(ids, ws))]
 
-# %% ../nbs/31_dpo.ipynb #a44a87da
+# %% ../nbs/31_dpo.ipynb #df6cf99a
 class _Told(Generator):
     "Says the drafts that it was given."
     name = 'told'
@@ -187,7 +187,7 @@ def carry_out(
     s.dag,s.turns = c.dag.copy(),[None]*(c.turn-1)
     return s.ask(c.query)
 
-# %% ../nbs/31_dpo.ipynb #26f2be54
+# %% ../nbs/31_dpo.ipynb #c8dda9e8
 def exact(
     x, # A number, or its text
 )->Fraction: # Of its decimal text: .05 is 1/20
@@ -207,7 +207,7 @@ def exact_f1(
         return Fraction(2*sum((Counter(p) & Counter(g)).values()), len(p)+len(g))
     return max(f1(normalise_answer(pred).split(), normalise_answer(g).split()) for g in (gold, *aliases))
 
-# %% ../nbs/31_dpo.ipynb #745843a1
+# %% ../nbs/31_dpo.ipynb #28b41b72
 def word_overlap(
     a:Sequence[str], # Texts
     b:Sequence[str], # Texts
@@ -235,7 +235,7 @@ class Meaning:
             self.met[s] = v/max(np.linalg.norm(v), 1e-12)
         return self.met[s]
 
-# %% ../nbs/31_dpo.ipynb #d1047590
+# %% ../nbs/31_dpo.ipynb #304d2d95
 def match(
     sims:np.ndarray,    # Similarities (predicted, gold)
     least:float=.55,    # Least one that counts
@@ -258,7 +258,7 @@ def plain_question(
     "A sub-question as it is compared."
     return resolve_refs(draft.sub_question, _Known(answers))
 
-# %% ../nbs/31_dpo.ipynb #f08337e3
+# %% ../nbs/31_dpo.ipynb #2376705d
 def f1s(
     c:Context,                   # Where the turn stands
     drafts:Sequence[TraceDraft], # A candidate's drafts
@@ -282,7 +282,7 @@ def reward(
     "Equation 9."
     return exact(final)+exact(gamma)*exact(sub)
 
-# %% ../nbs/31_dpo.ipynb #79a0cb48
+# %% ../nbs/31_dpo.ipynb #99817a1e
 @dataclass(frozen=True)
 class Scored:
     "A candidate in a pool."
@@ -309,7 +309,7 @@ def _line(t):
     one = lambda c: dict(ids=list(c.ids), wrote=''.join('01'[w] for w in c.wrote), error=c.error, same=c.same, final=_ratio(c.final), sub=_ratio(c.sub), matched=c.matched, answer=c.answer)
     return json.dumps(dict(dialogue=t.dialogue, turn=t.turn, made=t.made, candidates=[one(c) for c in t.candidates]), ensure_ascii=False)+'\n'
 
-# %% ../nbs/31_dpo.ipynb #1d026f70
+# %% ../nbs/31_dpo.ipynb #3b7e7050
 def _scored(d, at):
     def need(ok, field):
         if not ok: raise DpoError(f'{at}: {field} is {d.get(field)!r}' if isinstance(d, dict) else f'{at}: not a candidate')
@@ -337,7 +337,7 @@ def _pool_line(text, at):
     if bad := [i for i,c in enumerate(cs) if not -1<=c.same<i or c.same>=0 and c.ids!=cs[c.same].ids]: raise DpoError(f'{at}: candidates[{bad[0]}]: same is {cs[bad[0]].same}, which is no earlier candidate with its ids')
     return PoolTurn(d['dialogue'], d['turn'], d['made'], cs)
 
-# %% ../nbs/31_dpo.ipynb #311aea41
+# %% ../nbs/31_dpo.ipynb #62878fbb
 def read_pool(
     path, # From `candidate_pool`
 )->list[PoolTurn]: # In the file's order
@@ -367,7 +367,7 @@ def _made(gen, retriever, reader, recipe, like, mark, switches):
                 like=getattr(like, '__name__', type(like).__name__), mark=mark, switches=switches)
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
-# %% ../nbs/31_dpo.ipynb #a597dcb9
+# %% ../nbs/31_dpo.ipynb #77864fc7
 def _chance(recipe, d, turn):
     "Each turn has chance of its own, so that it doesn't matter what was sampled before."
     return np.random.default_rng([recipe.seed, int(hashlib.sha256(f'{d.id}/{turn}'.encode()).hexdigest()[:15], 16)])
@@ -412,7 +412,7 @@ def candidate_pool(
                 f.write(_line(t)); f.flush()
     return read_pool(path)
 
-# %% ../nbs/31_dpo.ipynb #0eb1c497
+# %% ../nbs/31_dpo.ipynb #235905ec
 @dataclass(frozen=True)
 class Pair:
     "A preference."
@@ -440,7 +440,7 @@ def pairs(
     n['pairs'] = len(out)
     return out, dict(n)
 
-# %% ../nbs/31_dpo.ipynb #b604c597
+# %% ../nbs/31_dpo.ipynb #540aa902
 def _parts(gen, d, turn, lines):
     "Ids of the turns before, and of the question."
     table,out,s = gen.start().table,[],gen.scribe
@@ -470,7 +470,7 @@ def pair_rows(
         out.append(dict(context=ids, **{k: list(getattr(p, k).ids) for k in ('chosen','rejected')}, **{f'{k}_wrote': list(getattr(p, k).wrote) for k in ('chosen','rejected')}))
     return out, dict(n)
 
-# %% ../nbs/31_dpo.ipynb #730e5e10
+# %% ../nbs/31_dpo.ipynb #f1fb4915
 def pair_batch(
     rows:Sequence[dict], # From `pair_rows`
 )->dict: # `ids`, `wrote`: (2·rows, length); all chosen ones first
@@ -479,7 +479,7 @@ def pair_batch(
     L = max(len(i) for i,_ in rs)
     return dict(ids=torch.tensor([i+[0]*(L-len(i)) for i,_ in rs]), wrote=torch.tensor([w+[False]*(L-len(w)) for _,w in rs]))
 
-# %% ../nbs/31_dpo.ipynb #1e049507
+# %% ../nbs/31_dpo.ipynb #776338b5
 def plan_logps(
     model,       # `Mamba2LM`, one with adapters, or its Transformer twin
     batch:dict,  # `ids`, `wrote`: (rows, length), padded on the right
@@ -501,7 +501,7 @@ def dpo_loss(
     margin = beta*((pc-rc)-(pr-rr))
     return -F.logsigmoid(margin), margin
 
-# %% ../nbs/31_dpo.ipynb #2d468c9f
+# %% ../nbs/31_dpo.ipynb #c4ec820d
 def plan_pairs(
     recipe:DpoRecipe, # Batch, epochs, seed
     n:int,            # Pairs
@@ -542,7 +542,7 @@ def preferences(
     l,m = dpo_loss(*now.T, *ref.T, recipe.beta)
     return dict(loss=l.mean().item(), margin=m.mean().item(), accuracy=(m>0).float().mean().item())
 
-# %% ../nbs/31_dpo.ipynb #a9bbb735
+# %% ../nbs/31_dpo.ipynb #4f9ff619
 class PairBatches(torch.utils.data.Dataset):
     "Batches of pairs in the order laid down, each with what the reference says."
     def __init__(self, rows, ref, batches): self.rows,self.ref,self.batches = rows,ref,batches
@@ -569,7 +569,7 @@ class DpoTrainer(PlanTrainer):
         super().log(logs, *args, **kw)
     def evaluate(self, *args, **kw): return {}     # one epoch, no choice among checkpoints (Section B.3)
 
-# %% ../nbs/31_dpo.ipynb #759c2fd5
+# %% ../nbs/31_dpo.ipynb #247d4242
 def _dpo_arguments(r, folder, steps):
     return TrainingArguments(output_dir=str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=r.accumulate, num_train_epochs=1, learning_rate=r.rate, lr_scheduler_type=r.schedule if r.schedule!='constant' else 'constant_with_warmup',
         warmup_steps=math.ceil(r.warmup*steps), weight_decay=r.weight_decay, adam_beta2=r.beta2, max_grad_norm=r.clip, seed=r.seed, bf16=r.precision=='bf16', eval_strategy='no', save_strategy='steps', save_steps=r.every,
@@ -590,7 +590,7 @@ def _reference(model, rows, batches, path, every):
     tmp.replace(path)
     return ref
 
-# %% ../nbs/31_dpo.ipynb #243af8a5
+# %% ../nbs/31_dpo.ipynb #f9661670
 def _claim(folder, model, recipe, rows):
     "A folder belongs to one training."
     mine = hashlib.sha256(json.dumps([recipe.hash, weights_hash(model), rows]).encode()).hexdigest()[:12]
@@ -618,7 +618,7 @@ def _train_pairs(model, recipe, rows, ref, batches, folder, every):
     ends = {f'{w}_{k}': r[k] for w,r in (('first', said[0]), ('last', said[-1])) for k in ('loss','margin','accuracy')}
     return dict(steps=t.state.global_step, pairs=len(rows), tokens=sum(tokens), resumed_at=int(at.name.split('-')[1]) if at else 0, **ends)
 
-# %% ../nbs/31_dpo.ipynb #1802ceec
+# %% ../nbs/31_dpo.ipynb #6fb39a87
 def train_dpo(
     model,                # `Mamba2LM` (or its Transformer twin) after supervised training: the reference
     recipe:DpoRecipe,     # How
