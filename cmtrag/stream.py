@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_TOKENS', 'TAG_TOKEN', 'READ', 'WRITTEN', 'LINK', 'NOTE', 'PROBE', 'Layout', 'Scribe', 'token_texts', 'Lexicon',
            'StreamError', 'PlanGrammar', 'best', 'refused', 'FreePlan']
 
-# %% ../nbs/19_stream.ipynb #8452bf77
+# %% ../nbs/19_stream.ipynb #c30c37d2
 import random, re
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS, Dialogue, TraceDraft, TraceError, answer_refs, escape_control, parse_plan, remap_refs, unescape_control
 from .checkpoints import TAG, CheckpointError, NeoXTokenizer, SlotTable, SlotTokenizer
 
-# %% ../nbs/19_stream.ipynb #60b7288d
+# %% ../nbs/19_stream.ipynb #d2a3ddc0
 @dataclass(frozen=True)
 class Layout:
     "How a turn is written down (Section B.1)."
@@ -26,7 +26,7 @@ class Layout:
 MEMORY_TOKENS,TAG_TOKEN = ('[Q]', '[REF]', '[MEM]'),'[=]'
 READ,WRITTEN,LINK,NOTE,PROBE = 0,1,2,3,4   # a token is read, or written by the model: as text, as a link to an earlier turn, in a memory line, as an exercise
 
-# %% ../nbs/19_stream.ipynb #80b0fee0
+# %% ../nbs/19_stream.ipynb #19d15ab6
 class Scribe:
     "Writes turns as ids, and reads plans back from them."
     def __init__(self,
@@ -49,7 +49,7 @@ class Scribe:
         r = k-(k-s)%self.ring if self.ring else s
         return r if 1<=r<k else 0
 
-# %% ../nbs/19_stream.ipynb #4026bd6a
+# %% ../nbs/19_stream.ipynb #2e24cef2
 @patch
 def renumber(self:Scribe,
     text:str, # Text with references
@@ -70,7 +70,7 @@ def real(self:Scribe,
     if bad := [s for s,i in ids.items() if not i]: raise TraceError(f'refers to [A_{bad[0]}], which does not exist', f'[T_{k}]')
     return remap_refs(text, ids)
 
-# %% ../nbs/19_stream.ipynb #7383da53
+# %% ../nbs/19_stream.ipynb #2a17389a
 def _clean(text): return text.encode('utf-8', 'replace').decode('utf-8')     # half of a character (a lone surrogate) is none
 
 @patch
@@ -100,7 +100,7 @@ def number(self:Scribe, k):
     if s not in self._numbers: self._numbers[s] = tuple(self.tok.encode(f'[T_{s}]', self.tok.start())[0])
     return self._numbers[s]
 
-# %% ../nbs/19_stream.ipynb #dd76305f
+# %% ../nbs/19_stream.ipynb #88a17950
 @patch
 def plan(self:Scribe,
     drafts:Sequence[TraceDraft],    # The turn's drafts
@@ -132,7 +132,7 @@ def plan(self:Scribe,
     put([t('[/PLAN]')])
     return [i for i,_ in out], [READ if self.ring and i==self.tok.unk else k for i,k in out], table
 
-# %% ../nbs/19_stream.ipynb #c9e01572
+# %% ../nbs/19_stream.ipynb #668e10ad
 @patch
 def _key(self:Scribe, put, key, table, new):
     "Write a key, and its tag when it has several tokens; the table after it."
@@ -156,7 +156,7 @@ def _kinds(self:Scribe, ids, k, first):
         return bool(m) and 0<self.trace(int(m[1]), k)<first
     return [(i, LINK if link(i) else WRITTEN) for i in ids]
 
-# %% ../nbs/19_stream.ipynb #fb9e3b20
+# %% ../nbs/19_stream.ipynb #6077e4d7
 @patch
 def turn(self:Scribe,
     query:str,                    # The user's question
@@ -210,7 +210,7 @@ def probes(self:Scribe,
     live = [s for s in bound if table.words[s-self.tok.first_slot][:1]==TAG]
     return [x for s in rng.sample(live, min(n, len(live))) for x in ((self.tok.id('[REF]'), READ), (t, READ), (s, READ), (bound[s], PROBE))]
 
-# %% ../nbs/19_stream.ipynb #5b643fdf
+# %% ../nbs/19_stream.ipynb #b0539218
 def token_texts(
     tok, # `SlotTokenizer` or `NeoXTokenizer`
 )->list: # The text of each token; `None` for those that are no text
@@ -236,7 +236,7 @@ class Lexicon:
         self.marks = self.closing.copy()                       # tokens that can complete a reference
         if scribe.ring: self.marks[self.refs] = True
 
-# %% ../nbs/19_stream.ipynb #a69de4cf
+# %% ../nbs/19_stream.ipynb #fc3a95aa
 _live = re.compile(r'\[(?:/?PLAN|/?TRACE|SubQ|KW|DEP|Q|REF|MEM|T_[0-9]+|A_(?![1-9][0-9]{0,8}\])[0-9]+)\]')
 
 class StreamError(ValueError):
@@ -265,7 +265,7 @@ class PlanGrammar:
         "References that are used in the trace and are not among its dependencies yet."
         return [i for i in dict.fromkeys((*answer_refs(self.sub), *answer_refs(self.kw), *(answer_refs(self._real()) if self.state in ('sub','kw') else ()))) if i not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #dc77fbf7
+# %% ../nbs/19_stream.ipynb #883cb9f7
 @patch
 def _text(self:PlanGrammar, *more): return self.lex.scribe.tok.decode([*self.field, *more], self.table)
 
@@ -291,7 +291,7 @@ def need(self:PlanGrammar)->int: # Tokens
     if self.state=='dep': return links()+2+(8 if self.prefix else 0)
     return {'mem':7, 'mem=':3, 'end':2, 'done':0}[self.state]
 
-# %% ../nbs/19_stream.ipynb #45fde849
+# %% ../nbs/19_stream.ipynb #af30bb26
 @patch
 def options(self:PlanGrammar)->np.ndarray: # Boolean mask (rows of the head)
     "The tokens that may come next."
@@ -329,6 +329,7 @@ def _field_options(self:PlanGrammar, tight):
     m[ends] = self.full or self.state=='kw'
     return m
 
+# %% ../nbs/19_stream.ipynb #43944a32
 @patch
 def _slots(self:PlanGrammar):
     "Slots that hold a word may be written; tags are the runtime's."
@@ -354,7 +355,7 @@ def _numbers(self:PlanGrammar, only=None):
     js = self.near if self.prefix else range(max(1, self.k-(r.ring or self.k)+1), self.k) if only is None else only
     return [r.number(j) for j in js if j not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #ff5b42f1
+# %% ../nbs/19_stream.ipynb #17b5ba9a
 @patch
 def push(self:PlanGrammar,
     i:int, # The token that was written
@@ -388,7 +389,7 @@ def _dep(self:PlanGrammar, seq): return next(j for j in range(self.k-1, 0, -1) i
 @patch
 def _open(self:PlanGrammar, state): self.state,self.field,self.solid = state,[],False
 
-# %% ../nbs/19_stream.ipynb #41ec513b
+# %% ../nbs/19_stream.ipynb #99293c50
 @patch
 def _push_field(self:PlanGrammar, i, name):
     if name=='[KW]' and self.state=='sub': self.sub = self._real(); self._open('kw')
@@ -423,7 +424,7 @@ def sound(self:PlanGrammar,
     if _live.search(text): return False
     return all(self.lex.scribe.trace(s, self.k) for s in answer_refs(text))
 
-# %% ../nbs/19_stream.ipynb #87288f6a
+# %% ../nbs/19_stream.ipynb #fead2490
 def best(
     logits:np.ndarray, # Logits, −∞ where a token is not offered (vocabulary)
 )->int:
@@ -443,7 +444,7 @@ def choose(self:PlanGrammar,
         logits[i] = -np.inf
     raise StreamError(f'the model gave no usable number for any of the tokens that may come next (in {self.state!r} of trace {self.k})')
 
-# %% ../nbs/19_stream.ipynb #5fa997cd
+# %% ../nbs/19_stream.ipynb #9b9eed19
 def refused(
     lex:Lexicon,          # The vocabulary
     ids:Sequence[int],    # A plan as ids
@@ -457,7 +458,7 @@ def refused(
         g.push(i)
     return None if g.done else len(ids)
 
-# %% ../nbs/19_stream.ipynb #73ef3bdc
+# %% ../nbs/19_stream.ipynb #0a8db062
 _lines = re.compile(r'\[(?:REF|MEM)\].*?(?=\[(?:REF|TRACE|/TRACE|/PLAN)\]|$)', re.S)
 
 class FreePlan:
@@ -491,7 +492,7 @@ class FreePlan:
             out.append(TraceDraft(s.real(d.sub_question, k), s.real(d.keywords, k), d.deps).complete())
         return out
 
-# %% ../nbs/19_stream.ipynb #b0993c4b
+# %% ../nbs/19_stream.ipynb #b3e44d81
 @patch
 def _ring(self:FreePlan, text):
     "Parse a plan in the stream's numbers: each number is put in its place before the ids are checked."
