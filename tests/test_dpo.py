@@ -1,5 +1,6 @@
 "Preferences: rewards are exact, the pool is whole, nothing leaks between candidates, the first step is ln 2."
 import dataclasses, json, random
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -20,7 +21,7 @@ from cmtrag.reader import Reader
 from cmtrag.retrieval import HashEncoder, Index, Retriever
 from cmtrag.sft import Stage, adapt, load_recipe, merge, new_twin, plan_logits, read_curve
 from cmtrag.sources import Corpus
-from cmtrag.stream import MEMORY_TOKENS, READ, TAG_TOKEN, Layout, Scribe
+from cmtrag.stream import MEMORY_TOKENS, READ, TAG_TOKEN, Layout, Lexicon, Scribe
 from cmtrag.world import world_source
 
 TINY = dict(hidden_size=32, num_hidden_layers=2, state_size=16, head_dim=16)
@@ -139,18 +140,26 @@ def test_what_the_runtime_writes_is_noted(gen, talks):
             tags += ts.count(TAG_TOKEN)
     assert tags
 
-def test_gold_plans_and_sampled_ones_agree_on_it(gen, talks):
-    "`Scribe.plan` marks as read what the grammar writes from its queue."
-    table,n = gen.start().table,0
-    for u,(r,mem) in zip(talks[0].turns, memory_lines(talks[0])):
-        _,asked = gen.scribe.prompt(u.query, table)
-        ids,kinds,table = gen.scribe.plan([t.draft for t in u.traces], u.traces[0].id, asked, refs=r, memory=[mem.get(t.id, ()) for t in u.traces])
-        if gen.scribe.tok.unk in ids: break
-        n += 1
-        g = NotedGrammar(gen.lex, u.traces[0].id, asked, 500)
-        for i in ids: g.push(i)
-        assert g.wrote==[k!=READ for k in kinds]
-    assert n
+def test_gold_plans_and_sampled_ones_agree_on_it(talks):
+    "`Scribe.plan` marks as read what the grammar writes from its queue: numbers and tags."
+    keys = [k for d in talks for r,mem in memory_lines(d) for k in (*(k for k,_ in r), *(k for ks in mem.values() for k in ks))]
+    s = Scribe(build_slots([*keys, *(x for d in talks for u in d.turns for x in (u.query, *(t.draft.sub_question for t in u.traces), *(t.draft.keywords for t in u.traces)))], at_least=1,
+                           extra=(*MEMORY_TOKENS, TAG_TOKEN)), Layout(memory=True, tags=True))
+    lex,n = Lexicon(s, s.tok.vocab_size),Counter()
+    for d in talks:
+        table = s.tok.start()
+        for u,(r,mem) in zip(d.turns, memory_lines(d)):
+            _,asked = s.prompt(u.query, table)
+            ids,kinds,table = s.plan([t.draft for t in u.traces], u.traces[0].id, asked, refs=r, memory=[mem.get(t.id, ()) for t in u.traces])
+            table = s.note(ids, table)
+            if s.tok.unk in ids: n['unknown'] += 1; continue
+            g = NotedGrammar(lex, u.traces[0].id, asked, 500)
+            for i in ids:
+                assert g.queue[0]==i if g.queue else g.options()[i]
+                g.push(i)
+            assert g.done and g.wrote==[k!=READ for k in kinds]
+            n.update(plans=1, tags=ids.count(s.tok.id(TAG_TOKEN)))
+    assert n['plans']>10 and n['tags']>10, n
 
 def test_invalid_ones_are_kept_and_filtered(scribe, talks, retriever, reader, recipe, tmp_path):
     free = StreamGenerator(fresh(scribe), scribe, most=60, constrained=False)
