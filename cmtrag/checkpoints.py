@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['MODEL_TYPE', 'SHAPE', 'LONGEST', 'TAG', 'PUNCTUATION', 'CheckpointError', 'from_state_spaces', 'check_shape',
            'from_hf', 'read_shape', 'file_hash', 'convert_bin', 'tensor_shapes', 'weight_files', 'read_tensors',
-           'NeoXTokenizer', 'SlotTable', 'table_bytes', 'pieces', 'SlotTokenizer', 'build_slots', 'load_tokenizer']
+           'NeoXTokenizer', 'is_tag', 'SlotTable', 'table_bytes', 'pieces', 'SlotTokenizer', 'build_slots',
+           'load_tokenizer']
 
-# %% ../nbs/18_checkpoints.ipynb #f8d77808
+# %% ../nbs/18_checkpoints.ipynb #7480921a
 import hashlib, json, math, random, re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
@@ -16,11 +17,11 @@ from typing import Iterable
 from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS
 
-# %% ../nbs/18_checkpoints.ipynb #ba1b11fa
+# %% ../nbs/18_checkpoints.ipynb #78bf6176
 class CheckpointError(ValueError):
     "A checkpoint or tokenizer that cannot be used as it is; the message names the file, the field, and what is allowed."
 
-# %% ../nbs/18_checkpoints.ipynb #9a8611b4
+# %% ../nbs/18_checkpoints.ipynb #6a03cee0
 def _read_json(f):
     "The mapping in a JSON file; `CheckpointError` for anything else."
     try: d = json.loads(f.read_bytes().decode('utf-8'))
@@ -32,12 +33,12 @@ def _read_json(f):
 def _whole(v, least=0): return type(v) is int and v>=least   # `True` is an int to Python
 def _list_of(v, t): return isinstance(v, (list, tuple)) and all(type(x) is t for x in v)
 
-# %% ../nbs/18_checkpoints.ipynb #429a46de
+# %% ../nbs/18_checkpoints.ipynb #7352abb8
 MODEL_TYPE = 'cmtrag_mamba2'
 SHAPE = dict(vocab_size=None, hidden_size=None, num_hidden_layers=None, state_size=128, expand=2, head_dim=64, n_groups=1, conv_kernel=4,
              norm_eps=1e-5, residual_in_fp32=True, tie_word_embeddings=True)
 
-# %% ../nbs/18_checkpoints.ipynb #498a4aba
+# %% ../nbs/18_checkpoints.ipynb #56e8038e
 def _must(place, got, allowed):
     "Refuse every field of `got` that `allowed` lacks or that has another value than the allowed ones."
     for k,v in got.items():
@@ -45,7 +46,7 @@ def _must(place, got, allowed):
         ok = allowed[k]
         if ok is not Ellipsis and v not in ok: raise CheckpointError(f'{place}: {k}={v!r} cannot be represented, allowed: {" or ".join(map(repr, ok))}')
 
-# %% ../nbs/18_checkpoints.ipynb #8eb3e710
+# %% ../nbs/18_checkpoints.ipynb #93e66ce6
 _any,_none = ...,(None, [], {}, 0)
 _ss_outer = dict(d_model=_any, n_layer=_any, vocab_size=_any, ssm_cfg=_any, pad_vocab_size_multiple=_any, tie_embeddings=_any, residual_in_fp32=_any,
                  fused_add_norm=_any, rms_norm=(True,), d_intermediate=_none, attn_layer_idx=_none, attn_cfg=_none)
@@ -70,7 +71,7 @@ def from_state_spaces(
         state_size=s.get('d_state', 128), expand=s.get('expand', 2), head_dim=s.get('headdim', 64), n_groups=s.get('ngroups', 1), conv_kernel=s.get('d_conv', 4),
         residual_in_fp32=cfg.get('residual_in_fp32', True), tie_word_embeddings=cfg.get('tie_embeddings', True)), place)
 
-# %% ../nbs/18_checkpoints.ipynb #f041ccb5
+# %% ../nbs/18_checkpoints.ipynb #6d22dc33
 def check_shape(
     s:dict,                  # Fields of `SHAPE`
     place:str='config.json', # For messages
@@ -87,7 +88,7 @@ def check_shape(
     if inner//s['head_dim'] % s['n_groups']: raise CheckpointError(f"{place}: {inner//s['head_dim']} heads must be a multiple of n_groups = {s['n_groups']}")
     return s
 
-# %% ../nbs/18_checkpoints.ipynb #7cbc4354
+# %% ../nbs/18_checkpoints.ipynb #34953e4d
 _hf_fixed = dict(hidden_act=('silu', 'swish'), use_bias=(False,), use_conv_bias=(True,), rms_norm=(True,))
 _hf_names = dict(layer_norm_epsilon='norm_eps')
 
@@ -106,7 +107,7 @@ def from_hf(
     if cfg.get('num_heads', 128)!=heads: raise CheckpointError(f"{place}: num_heads={cfg.get('num_heads', 128)} cannot be represented, allowed: expand × hidden_size / head_dim = {heads}")
     return s
 
-# %% ../nbs/18_checkpoints.ipynb #84e02891
+# %% ../nbs/18_checkpoints.ipynb #e5713315
 def read_shape(
     folder, # A folder with `config.json`
 )->dict: # Fields of `SHAPE`
@@ -120,7 +121,7 @@ def read_shape(
     if kind is None and 'd_model' in cfg: return from_state_spaces(cfg)
     raise CheckpointError(f'{f.name}: model_type={kind!r} is not a Mamba-2; allowed: "mamba2", "{MODEL_TYPE}", or a state-spaces configuration (d_model, n_layer, ssm_cfg)')
 
-# %% ../nbs/18_checkpoints.ipynb #f95ddce4
+# %% ../nbs/18_checkpoints.ipynb #e2f55413
 def file_hash(
     p, # A file
 )->str: # Hex digits
@@ -154,7 +155,7 @@ def convert_bin(
     part.replace(dst)
     return dst
 
-# %% ../nbs/18_checkpoints.ipynb #0de1cace
+# %% ../nbs/18_checkpoints.ipynb #0da33998
 def tensor_shapes(
     s:dict, # Fields of `SHAPE`
 )->dict: # Name → size
@@ -168,7 +169,7 @@ def tensor_shapes(
               p+'mixer.dt_bias':(h,), p+'mixer.A_log':(h,), p+'mixer.D':(h,), p+'mixer.norm.weight':(i,), p+'mixer.out_proj.weight':(d,i)}
     return r if s['tie_word_embeddings'] else r | {'lm_head.weight':(s['vocab_size'],d)}
 
-# %% ../nbs/18_checkpoints.ipynb #e399a44f
+# %% ../nbs/18_checkpoints.ipynb #869b7616
 def weight_files(
     folder,    # A checkpoint folder
     out=None,  # Where converted `.bin` files go; beside them when not given
@@ -203,7 +204,7 @@ def read_tensors(
     if bad := [k for k in want if tuple(got[k].shape)!=want[k]]: raise CheckpointError(f'{place}: {bad[0]} is {tuple(got[bad[0]].shape)}, the configuration asks for {want[bad[0]]}')
     return got
 
-# %% ../nbs/18_checkpoints.ipynb #c1000d77
+# %% ../nbs/18_checkpoints.ipynb #b37bbf8f
 class NeoXTokenizer:
     "GPT-NeoX ids plus the seven structural tokens (Section B.1). It has no table: `start()` is `None`."
     def __init__(self,
@@ -246,9 +247,11 @@ class NeoXTokenizer:
             if t: out.append(t)
         return ' '.join(out)
 
-# %% ../nbs/18_checkpoints.ipynb #c0ae2eef
+# %% ../nbs/18_checkpoints.ipynb #a0d7e846
 LONGEST = 64   # Letters of a word that can have a slot
-TAG = '='      # Begins the entry of a key in a table: no word of a text begins with it
+TAG = '='      # Begins the entry of a key in a table: no longer word of a text begins with it
+
+def is_tag(w): return w[:1]==TAG and len(w)>1      # the sign alone is a word like any other
 
 @dataclass(frozen=True)
 class SlotTable:
@@ -264,14 +267,14 @@ class SlotTable:
     def nbytes(self): return len(json.dumps(self.dump()))    # As it is saved
     def dump(self): return dict(words=list(self.words), last=list(self.last), order=list(self.order), tick=self.tick, evicted=self.evicted, lost=self.lost)
 
-# %% ../nbs/18_checkpoints.ipynb #8e5987e0
+# %% ../nbs/18_checkpoints.ipynb #17a55449
 def table_bytes(
     slots:int, # Slots of the table
 )->int: # Bytes
     "What a table can take at most when it is saved, whatever was said, for as many texts as 64 bits can count."
     return slots*(12*LONGEST+4 + 22 + len(str(slots))+2) + 3*20 + 100
 
-# %% ../nbs/18_checkpoints.ipynb #be98654f
+# %% ../nbs/18_checkpoints.ipynb #6ce57cb7
 _control = re.compile(r'\[(?:/?(?:PLAN|TRACE)|SubQ|KW|DEP|[TA]_[1-9][0-9]{0,8})\]')   # ids as `00_traces` has them
 _piece   = re.compile(rf"{_control.pattern}|\w+(?:[-'’](?!s\b)\w+)*|['’]s\b|\S")
 _left,_right = set("?.,;:!)%'’") | {"'s", "’s"}, set('(')
@@ -283,8 +286,7 @@ def pieces(
     "Cut text into words, punctuation marks and control tokens."
     return [(m[0], m.start()>0 and text[m.start()-1].isspace()) for m in _piece.finditer(text)]
 
-# %% ../nbs/18_checkpoints.ipynb #cdc77cdc
-def _is_tag(w): return w[0]==TAG and 1<len(w)<=LONGEST
+# %% ../nbs/18_checkpoints.ipynb #7f6426c4
 def _is_word(w): return len(w)<=LONGEST and [p for p,_ in pieces(w)]==[w] and not _control.fullmatch(w)
 
 @patch(cls_method=True)
@@ -300,13 +302,13 @@ def load(cls:SlotTable,
     for k,t in dict(words=str, last=int, order=int).items():
         if not _list_of(d[k], t) or len(d[k])!=len(d['words']): no(k, f'must be a list of {t.__name__}, one for each slot')
     used = [w for w in d['words'] if w]
-    if bad := [w for w in used if not (_is_word(w) or _is_tag(w))]: no('words', f'holds {bad[0]!r:.80}, which is not one word of at most {LONGEST} letters')
+    if bad := [w for w in used if not (_is_word(w) or is_tag(w) and len(w)<=LONGEST)]: no('words', f'holds {bad[0]!r:.80}, which is not one word of at most {LONGEST} letters')
     if len(set(used))<len(used): no('words', 'holds a word twice')
     if sorted(d['order'])!=list(range(len(d['order']))): no('order', 'must name every slot once')
     if any(not -1<=i<=d['tick'] for i in d['last']): no('last', f"must lie between -1 and tick = {d['tick']}")
     return cls(**{k:tuple(v) if isinstance(v, (list, tuple)) else v for k,v in d.items()})
 
-# %% ../nbs/18_checkpoints.ipynb #389b45c7
+# %% ../nbs/18_checkpoints.ipynb #414a8bda
 class SlotTokenizer:
     "A few hundred words; every other word becomes a slot of the conversation's table."
     def __init__(self,
@@ -336,7 +338,7 @@ class SlotTokenizer:
         if rng: rng.shuffle(order)
         return SlotTable(('',)*self.slots, (-1,)*self.slots, tuple(order))
 
-# %% ../nbs/18_checkpoints.ipynb #56d42f7e
+# %% ../nbs/18_checkpoints.ipynb #8f0559bb
 @patch
 def assign(self:SlotTokenizer,
     words:Iterable[str], # Words outside the vocabulary
@@ -357,7 +359,7 @@ def assign(self:SlotTokenizer,
         ws[i],last[i] = w,tick
     return SlotTable(tuple(ws), tuple(last), t.order, tick, ev, lost)
 
-# %% ../nbs/18_checkpoints.ipynb #3a94f36c
+# %% ../nbs/18_checkpoints.ipynb #67c7b46e
 def _kind(w): return w if w in _left or w in _right else ''
 def _spaced(a, b):
     "Does the rule put a space between pieces `a` and `b`?"
@@ -380,7 +382,7 @@ def encode(self:SlotTokenizer,
         prev = w
     return ids, t
 
-# %% ../nbs/18_checkpoints.ipynb #ec36cb07
+# %% ../nbs/18_checkpoints.ipynb #76e7df13
 @patch
 def decode(self:SlotTokenizer,
     ids:Iterable[int], # Ids
@@ -406,7 +408,7 @@ def touch(self:SlotTokenizer,
     used = {i-self.first_slot for i in ids if 0<=i-self.first_slot<self.slots and t.words[i-self.first_slot]}
     return replace(t, tick=t.tick+1, last=tuple(t.tick+1 if i in used else l for i,l in enumerate(t.last)))
 
-# %% ../nbs/18_checkpoints.ipynb #804e0927
+# %% ../nbs/18_checkpoints.ipynb #e54f1ee6
 @patch
 def tag(self:SlotTokenizer,
     key:str,       # A key of several words
@@ -414,11 +416,12 @@ def tag(self:SlotTokenizer,
     new:bool=True, # Give it a slot when it has none?
 )->tuple[int,SlotTable]: # Id of its slot (`[UNK]` when it has none), and the table
     "The slot that stands for a whole key."
+    if not key: return self.unk, t
     w = TAG+key if len(key)<LONGEST else f'{TAG}#{hashlib.sha256(key.encode()).hexdigest()[:40]}'
     if new or w in t.words: t = self.assign([w], t)
     return (self.first_slot+t.words.index(w) if w in t.words else self.unk), t
 
-# %% ../nbs/18_checkpoints.ipynb #a9fab847
+# %% ../nbs/18_checkpoints.ipynb #b203a866
 @patch
 def unknown_share(self:SlotTokenizer,
     text:str, # A question
@@ -444,7 +447,7 @@ def build_slots(
     c = Counter(w for t in texts for w in {w for w,_ in pieces(t) if not _control.fullmatch(w)})
     return SlotTokenizer([w for w,n in sorted(c.items(), key=lambda x: (-x[1], x[0])) if n>=at_least], **kw)
 
-# %% ../nbs/18_checkpoints.ipynb #7917d7a0
+# %% ../nbs/18_checkpoints.ipynb #f0feb8ee
 def _slot_fields(d, place, rows):
     "Check what `slot_tokenizer.json` holds."
     def no(k, why): raise CheckpointError(f'{place}: {k} {why}')

@@ -9,7 +9,7 @@ __all__ = ['CLASS', 'BROAD', 'BINS', 'KEY_SHAPES', 'SETS', 'DENSE', 'SIZES', 'FR
            'memory_lines', 'find_key', 'resolved', 'accuracy', 'more_wordings', 'canonical', 'plain_plans', 'Dialogues',
            'names_in', 'held_out_names', 'one_world', 'curriculum', 'held_out', 'test_world', 'plot_distances']
 
-# %% ../nbs/15_curriculum.ipynb #d3c37d72
+# %% ../nbs/15_curriculum.ipynb #cd047cc7
 import dataclasses, hashlib, random, re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +25,7 @@ from .traces import Dialogue, TraceDraft, answer_refs, check_dialogue, resolve_r
 from .wording import GENERIC, KIND, RELATIONS, head_noun, type_noun
 from .world import KINDS, RELATIONS as FACTS, _the, make_world, world_source
 
-# %% ../nbs/15_curriculum.ipynb #a99e9328
+# %% ../nbs/15_curriculum.ipynb #397f62f6
 _joint = r"(?:, |[ ](?:(?:of|and|for|to|from|de|von|&)[ ])?(?:the[ ])?)"
 _name  = re.compile(rf"(?<!^)(?<![.?!] )\b[A-Z][\w'’.\-]*(?:{_joint}[A-Z0-9][\w'’.\-]*)*")
 _ref   = re.compile(r'\[A_(\d+)\]')
@@ -37,7 +37,7 @@ def names(
     "The names that a sub-question says itself; references are no names."
     return tuple(dict.fromkeys(re.sub(r"['’]s$", '', m[0].strip(' ?,.')) for m in _name.finditer(_ref.sub('[]', text))))
 
-# %% ../nbs/15_curriculum.ipynb #19a84cbc
+# %% ../nbs/15_curriculum.ipynb #ce38bad6
 _classes = dict(town='place, city, town, village, municipality, settlement, location, capital, suburb, borough, neighbourhood',
     country='country, kingdom, republic, empire', area='area, county, province, region, district, state, territory, prefecture, parish',
     mountain='mountain, volcano', stadium='stadium, venue, arena',
@@ -52,7 +52,7 @@ def type_class(
     "The class of a type noun."
     return CLASS.get(noun) or ('person' if KIND.get(noun)=='person' else noun)
 
-# %% ../nbs/15_curriculum.ipynb #71c3d038
+# %% ../nbs/15_curriculum.ipynb #e9ab3207
 def _shape(s): return re.compile('^'+re.escape(s).replace(r'\{x\}', '.+').replace(r'\{t\}', '[a-z ]+')+'$')
 
 _shapes = [(_shape(s), r) for r in RELATIONS.values() for s in (r.ask, r.alt) if s]
@@ -77,7 +77,7 @@ def asked_for(
     "What a sub-question asks for, as far as its text tells."
     return _asked_for(_ref.sub('it', text))
 
-# %% ../nbs/15_curriculum.ipynb #19099c72
+# %% ../nbs/15_curriculum.ipynb #1dbecce8
 @dataclass(frozen=True)
 class Heard:
     "What a listener knows of a trace."
@@ -108,7 +108,7 @@ def hear(
         known[t.id] = Heard(t.id, t.turn, noun, kind, role, own, frozenset(own).union(*(b.names for b in before)), anchors[:2], full, type_class(noun))
     return known
 
-# %% ../nbs/15_curriculum.ipynb #de89d859
+# %% ../nbs/15_curriculum.ipynb #3b6824c8
 def alike(
     o:Heard,  # Another trace
     t:Heard,  # The trace that is meant
@@ -119,7 +119,7 @@ def alike(
     if o.kind and o.kind == t.kind: return bool({o.noun, t.noun} & BROAD) or noun in GENERIC
     return '' in (o.kind, t.kind) and bool({'person','organisation'} & {o.kind, t.kind})
 
-# %% ../nbs/15_curriculum.ipynb #c11e13cf
+# %% ../nbs/15_curriculum.ipynb #7309e362
 _points = re.compile(r'^(that same|that very|that|this|the aforementioned|the said|the previously named|the)\s', re.I)
 
 def _noun_for(t, told):
@@ -151,7 +151,7 @@ def clear_phrases(
         if t.role and t.kind=='person': short += [(1.5, f.format(n=t.role)) for f in w['role']]
     return short,_by_name(t, noun, others, w['anchored'])
 
-# %% ../nbs/15_curriculum.ipynb #a3cdf380
+# %% ../nbs/15_curriculum.ipynb #6c396534
 _both  = re.compile(r' and ((?:the|what|which) [^?]+|[A-Z][^?]*)\?(.*)', re.S)
 _verb  = re.compile(r'\b(do|does|did|is|are|was|were|has|have) $')   # "do that team and the club … contest": the verb stays behind
 _tight = re.compile(r"['’]|,? (?:and|or) |, (?![\w ]*(?:what|which|who|where|when|how)\b)| (?:in|on|at|during|for|by|since|after|before|from|to) ")
@@ -170,7 +170,7 @@ def room_for(
         elif _tight.match(right) or re.search(r'\w, $', left) or right.startswith(' with ') and not re.search(r'connects? $', left): return
     return lambda p: (left+p+right)[:1].upper() + (left+p+right)[1:]
 
-# %% ../nbs/15_curriculum.ipynb #e06583a6
+# %% ../nbs/15_curriculum.ipynb #b6c86f26
 def _secrets(u, t): return [a for x in (t, *u.traces) for a in (x.answer, *x.aliases)]
 
 def _again(query, old, cs, fit, secrets, rng):
@@ -195,7 +195,7 @@ def _reaim_turn(u, known, traces, wordings, rng, c):
     edges = lambda t: tuple(dataclasses.replace(e, phrase=new[e.dep]) if e.cross_turn else e for e in t.edges)
     return dataclasses.replace(u, query=q, traces=tuple(dataclasses.replace(t, edges=edges(t)) for t in u.traces))
 
-# %% ../nbs/15_curriculum.ipynb #23e8ad23
+# %% ../nbs/15_curriculum.ipynb #5cd54134
 def unclear(c): return sum(n for k,n in c.items() if k.startswith('unclear'))  # References without a clear phrase in a count
 
 def reaim(
@@ -215,7 +215,7 @@ def reaim(
     if len(turns) < len(d.turns) or unclear(c) and not keep: return
     return check_phrases(check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns))))
 
-# %% ../nbs/15_curriculum.ipynb #8e6b5038
+# %% ../nbs/15_curriculum.ipynb #640d6f28
 def _sayable(u, mine, heard, wordings):
     "Has every reference of turn `u` a clear phrase by now?"
     if len(olds := _crossing(u)) > 1: return False
@@ -230,7 +230,7 @@ def _say(u, mine, n, turn):
     for i,t in enumerate(u.traces, n+1): mine[t.id] = dataclasses.replace(mine[t.id], id=i, turn=turn)
     return mine,[mine[t.id] for t in u.traces]
 
-# %% ../nbs/15_curriculum.ipynb #770dff7a
+# %% ../nbs/15_curriculum.ipynb #902d0d8c
 def clear_merge(
     sessions,          # Short dialogues, each clear by itself
     rng,               # `random.Random`
@@ -252,7 +252,7 @@ def clear_merge(
         if not turns[s]: opened.remove(s)
     return out
 
-# %% ../nbs/15_curriculum.ipynb #9e0c98a0
+# %% ../nbs/15_curriculum.ipynb #f28c4a3a
 def clear_order(
     d:Dialogue,        # An interleaved dialogue, phrases as they came
     sessions:dict,     # Id → short dialogue: where its turns come from
@@ -272,7 +272,7 @@ def clear_order(
         if e := reaim(f, wordings, seed): c[f'{d.kind}: clear in another order'] += 1; return f,e
     c[f'{d.kind}: left out, no order is clear'] += 1
 
-# %% ../nbs/15_curriculum.ipynb #a630895c
+# %% ../nbs/15_curriculum.ipynb #c54ec870
 def distances(
     dialogues, # Annotated dialogues
 )->list[int]: # Turns between a reference and its trace, one for each cross-turn edge
@@ -296,7 +296,7 @@ def reach_shares(
     far = lambda n: sum(x>=n for x in g)/max(1, len(g))
     return {'edges': len(g), 'a dialogue': len(g)/max(1, len(dialogues)), '3 turns or more': far(3), '6 or more': far(6)}
 
-# %% ../nbs/15_curriculum.ipynb #8ff4ef20
+# %% ../nbs/15_curriculum.ipynb #9cdc129f
 _forms = [(k, re.compile('^'+re.escape(f).replace(r'\{n\}', '(?P<n>.+?)').replace(r'\{a\}', '(?P<a>.+)')+'$', re.I))
           for k in ('anchored','unique','recent') for f in sorted({*WORDINGS['all'][k], *WORDINGS['wide'][k]}, key=lambda f: -len(f))]
 _roles = {r.role for r in RELATIONS.values() if r.role}
@@ -327,7 +327,7 @@ def find_trace(
     best = [o for o in some if o.role==noun] or [o for o in some if _means(noun, o)] or some
     return best[-1].id if best else None
 
-# %% ../nbs/15_curriculum.ipynb #23ed81de
+# %% ../nbs/15_curriculum.ipynb #6e84e90f
 KEY_SHAPES = ('name type', 'type name', 'name')
 
 def _key(name, call, shape):
@@ -359,7 +359,7 @@ def memory(
     "What a trace leaves behind for later references; nothing when its answer is a number or a date, or when nobody could say what it asks for."
     return [] if t.kind=='time' or t.noun=='thing' else list(dict.fromkeys([t.type, *(_key(a, t.call, shape) for a in t.anchors)]))
 
-# %% ../nbs/15_curriculum.ipynb #f6e693bf
+# %% ../nbs/15_curriculum.ipynb #ff25ccdc
 def memory_lines(
     d:Dialogue,            # A dialogue
     shape:str='name type', # See `ref_key`
@@ -378,7 +378,7 @@ def find_key(
     "Resolve a reference by its memory lines alone."
     return next((i for k,i in reversed(lines) if k==key), None)
 
-# %% ../nbs/15_curriculum.ipynb #098a7999
+# %% ../nbs/15_curriculum.ipynb #3e76544c
 def resolved(
     dialogues,             # Annotated dialogues
     shape:str='name type', # Of the keys
@@ -406,7 +406,7 @@ def accuracy(
     order = sorted(out, key=lambda k: int(re.match(r'\d+', k)[0]) if by=='distance' else 0)
     return {k: (len(out[k]), *(sum(r[w] for r in out[k])/len(out[k]) for w in ('rules','lines'))) for k in order}
 
-# %% ../nbs/15_curriculum.ipynb #c8b0414d
+# %% ../nbs/15_curriculum.ipynb #6eebf289
 @lru_cache(None)
 def more_wordings()->dict: # Key of a relation → {'questions': …, 'phrases': …}
     "Further wordings for training worlds (`data/wordings.txt`)."
@@ -416,7 +416,7 @@ def more_wordings()->dict: # Key of a relation → {'questions': …, 'phrases':
         out[key] = {'questions': (), 'phrases': ()} | {{'?': 'questions', '=': 'phrases'}[l[0]]: tuple(w.strip() for w in l[2:].split('|')) for l in lines}
     return out
 
-# %% ../nbs/15_curriculum.ipynb #4321893a
+# %% ../nbs/15_curriculum.ipynb #04eec27b
 _either  = {'treaty','line','derby','wed'}                    # relations of two things of which neither is the first
 
 def _wording(r):
@@ -458,7 +458,7 @@ def _mention(x):
     n = x[4:] if re.match('the [A-Z]', x) else x
     return 'the '*bool(_the.search(n)) + n
 
-# %% ../nbs/15_curriculum.ipynb #6827c08f
+# %% ../nbs/15_curriculum.ipynb #6cbbdf74
 @lru_cache(100_000)
 def canonical(
     text:str, # A sub-question
@@ -486,7 +486,7 @@ def plain_plans(
     turns = [dataclasses.replace(u, traces=tuple(map(plain, u.traces))) for u in d.turns]
     return check_dialogue(dataclasses.replace(d, id=content_id(turns), turns=tuple(turns)))
 
-# %% ../nbs/15_curriculum.ipynb #b17e3b84
+# %% ../nbs/15_curriculum.ipynb #8f3cd27f
 SETS = dict(train=dict(land='train', seed=0),                  # and the seeds after it, one a world
             dev=dict(land='train', seed=1000),                 # wordings of training, unseen names
             dev_wordings=dict(land='test', seed=1000),         # unseen wordings, unseen names
@@ -508,7 +508,7 @@ class Dialogues:
         lines = [f'{w} {k} {d.id}' for w in ('after','before') for k,ds in getattr(self, w).items() for d in ds]
         return hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:12]
 
-# %% ../nbs/15_curriculum.ipynb #f93b019b
+# %% ../nbs/15_curriculum.ipynb #afff8d89
 def names_in(
     q, # A source question
 )->set: # Every name in its hops, answers included
@@ -520,7 +520,7 @@ def held_out_names()->frozenset: # Of the sets that share the land of the traini
     "Names that may not occur in training."
     return frozenset(e.name for s in SETS.values() if s['land']=='train' and s['seed'] for e in make_world(s['seed']).land('train').ents)
 
-# %% ../nbs/15_curriculum.ipynb #1899d975
+# %% ../nbs/15_curriculum.ipynb #655480bb
 @lru_cache(4)
 def _source(land, seed, wordings=''):
     "The sample world as a source; kept, since it takes seconds."
@@ -565,7 +565,7 @@ def one_world(
         if sizes.get(k): pairs[k] = _interleaved(shorts, k, sizes[k], say, seed, window, c)
     return Dialogues({k: [p[1] for p in ps] for k,ps in pairs.items()}, {k: [p[0] for p in ps] for k,ps in pairs.items()}, c)
 
-# %% ../nbs/15_curriculum.ipynb #91ca1217
+# %% ../nbs/15_curriculum.ipynb #85312203
 def _one(job): return one_world(*job)
 
 def curriculum(
@@ -587,7 +587,7 @@ def curriculum(
     join = lambda w: {k: [d for m in made for d in getattr(m, w).get(k, [])] for k in sizes}
     return Dialogues(join('after'), join('before'), sum((m.counts for m in made), Counter()))
 
-# %% ../nbs/15_curriculum.ipynb #66bb862f
+# %% ../nbs/15_curriculum.ipynb #16a2b828
 FROZEN = dict(test='e02c3dbc4e22', test_wordings='7d93f96ab620')   # written down before anything was trained
 
 @lru_cache(None)
@@ -605,7 +605,7 @@ def test_world(
     if (h := held_out(name).hash) != FROZEN[name]: raise ValueError(f'the test set {name} has changed: hash {h}, frozen {FROZEN[name]}')
     return held_out(name)
 
-# %% ../nbs/15_curriculum.ipynb #46bb63e8
+# %% ../nbs/15_curriculum.ipynb #c77054ef
 def plot_distances(
     sets, # Name → dialogues
 ): # A matplotlib figure

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['DpoError', 'DpoRecipe', 'load_dpo_recipe', 'check_dpo_recipe', 'Context', 'contexts', 'NotedGrammar', 'NotedFree',
-           'Candidate', 'sample_candidates', 'carry_out', 'exact', 'exact_f1', 'word_overlap', 'Meaning', 'match',
-           'plain_question', 'f1s', 'reward', 'Scored', 'PoolTurn', 'read_pool', 'candidate_pool', 'Pair', 'pairs',
-           'pair_rows', 'pair_batch', 'plan_logps', 'dpo_loss', 'plan_pairs', 'reference_logps', 'preferences',
-           'PairBatches', 'DpoTrainer', 'train_dpo']
+           'Candidate', 'sample_candidates', 'carry_out', 'exact', 'word_overlap', 'Meaning', 'match', 'plain_question',
+           'f1s', 'reward', 'Scored', 'PoolTurn', 'read_pool', 'candidate_pool', 'Pair', 'pairs', 'pair_rows',
+           'pair_batch', 'plan_logps', 'dpo_loss', 'plan_pairs', 'reference_logps', 'preferences', 'PairBatches',
+           'DpoTrainer', 'train_dpo']
 
-# %% ../nbs/31_dpo.ipynb #0650e565
+# %% ../nbs/31_dpo.ipynb #1466423b
 import dataclasses, hashlib, json, math, random, re
 from collections import Counter
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainingArguments
 from .traces import Dialogue, TraceDraft, TraceError, resolve_refs
-from .metrics import normalise_answer
+from .metrics import exact_f1
 from .runs import progress
 from .curriculum import memory_lines
 from .drafts import Generator
@@ -31,13 +31,13 @@ from .generator import StreamState, top_k, weights_hash, write_plans
 from .dag import TraceDAG
 from .pipeline import Session
 from .profiles import check_keys, read_params
-from .sft import Diary, PlanTrainer, Stage, _load_phase, _save_phase, adapt, last_checkpoint, merge, plan_logits, quiet, read_curve
+from .sft import Diary, PlanTrainer, Stage, adapt, go_on, load_phase, merge, plan_logits, read_curve, save_phase
 
-# %% ../nbs/31_dpo.ipynb #27875034
+# %% ../nbs/31_dpo.ipynb #d8f4ae55
 class DpoError(ValueError):
     "A recipe, a pool or a training of preferences that can't be used; the message names file, line or field."
 
-# %% ../nbs/31_dpo.ipynb #3cb06c51
+# %% ../nbs/31_dpo.ipynb #4ab24265
 @dataclass(frozen=True)
 class DpoRecipe:
     "Everything that decides what preferences are and how they are learnt (Section B.3, Table 8)."
@@ -75,7 +75,7 @@ class DpoRecipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/31_dpo.ipynb #2dd6fa5b
+# %% ../nbs/31_dpo.ipynb #12bc580e
 def load_dpo_recipe(
     name:str='dpo-small', # A YAML file in `cmtrag/params` or `params`
     **changes             # Fields that are to differ from it
@@ -94,7 +94,7 @@ def check_dpo_recipe(
     if bad := [k for k,v in ok.items() if not v]: raise DpoError(f'recipe {r.name}: {bad[0]} is {getattr(r, bad[0])!r}, which is not possible')
     return r
 
-# %% ../nbs/31_dpo.ipynb #ad6f956d
+# %% ../nbs/31_dpo.ipynb #5f37b621
 @dataclass(frozen=True, eq=False)
 class Context:
     "A turn of a dialogue that is about to be planned."
@@ -123,7 +123,7 @@ def contexts(
         yield Context(d, u.turn, state, dag.truncate(u.turn-1))
         if u.turn<len(d.turns): state = gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **_lines(note, u))
 
-# %% ../nbs/31_dpo.ipynb #8bca1a47
+# %% ../nbs/31_dpo.ipynb #8c3d9b29
 class _Noted:
     "Remembers for each token whether the model wrote it."
     def __init__(self, *args): super().__init__(*args); self.wrote = []
@@ -167,7 +167,7 @@ def sample_candidates(
     ids = [tuple(map(int, w.ids)) for w in ws]
     return [Candidate(i, tuple(w.wrote), *_read(w), same=ids.index(i) if ids.index(i)<j else -1) for j,(i,w) in enumerate(zip(ids, ws))]
 
-# %% ../nbs/31_dpo.ipynb #df6cf99a
+# %% ../nbs/31_dpo.ipynb #0e63d5e7
 class _Told(Generator):
     "Says the drafts that it was given."
     name = 'told'
@@ -187,7 +187,7 @@ def carry_out(
     s.dag,s.turns = c.dag.copy(),[None]*(c.turn-1)
     return s.ask(c.query)
 
-# %% ../nbs/31_dpo.ipynb #c8dda9e8
+# %% ../nbs/31_dpo.ipynb #fe989d5a
 def exact(
     x, # A number, or its text
 )->Fraction: # Of its decimal text: .05 is 1/20
@@ -196,18 +196,7 @@ def exact(
     try: return Fraction(str(x))
     except (ValueError, ZeroDivisionError): raise DpoError(f'{x!r} is not a number') from None
 
-def exact_f1(
-    pred:str,                    # The system's answer
-    gold:str,                    # The accepted answer
-    aliases:Iterable[str]=(),    # Other accepted answers
-)->Fraction: # Between 0 and 1
-    "`token_f1` of `03_metrics` without rounding."
-    def f1(p, g):
-        if not (p and g): return Fraction(p==g)
-        return Fraction(2*sum((Counter(p) & Counter(g)).values()), len(p)+len(g))
-    return max(f1(normalise_answer(pred).split(), normalise_answer(g).split()) for g in (gold, *aliases))
-
-# %% ../nbs/31_dpo.ipynb #28b41b72
+# %% ../nbs/31_dpo.ipynb #d993af19
 def word_overlap(
     a:Sequence[str], # Texts
     b:Sequence[str], # Texts
@@ -235,7 +224,7 @@ class Meaning:
             self.met[s] = v/max(np.linalg.norm(v), 1e-12)
         return self.met[s]
 
-# %% ../nbs/31_dpo.ipynb #304d2d95
+# %% ../nbs/31_dpo.ipynb #5ce90d1b
 def match(
     sims:np.ndarray,    # Similarities (predicted, gold)
     least:float=.55,    # Least one that counts
@@ -258,7 +247,7 @@ def plain_question(
     "A sub-question as it is compared."
     return resolve_refs(draft.sub_question, _Known(answers))
 
-# %% ../nbs/31_dpo.ipynb #2376705d
+# %% ../nbs/31_dpo.ipynb #d2c6e5e3
 def f1s(
     c:Context,                   # Where the turn stands
     drafts:Sequence[TraceDraft], # A candidate's drafts
@@ -282,7 +271,7 @@ def reward(
     "Equation 9."
     return exact(final)+exact(gamma)*exact(sub)
 
-# %% ../nbs/31_dpo.ipynb #99817a1e
+# %% ../nbs/31_dpo.ipynb #f358a2f4
 @dataclass(frozen=True)
 class Scored:
     "A candidate in a pool."
@@ -309,7 +298,7 @@ def _line(t):
     one = lambda c: dict(ids=list(c.ids), wrote=''.join('01'[w] for w in c.wrote), error=c.error, same=c.same, final=_ratio(c.final), sub=_ratio(c.sub), matched=c.matched, answer=c.answer)
     return json.dumps(dict(dialogue=t.dialogue, turn=t.turn, made=t.made, candidates=[one(c) for c in t.candidates]), ensure_ascii=False)+'\n'
 
-# %% ../nbs/31_dpo.ipynb #3b7e7050
+# %% ../nbs/31_dpo.ipynb #c8a20e89
 def _scored(d, at):
     def need(ok, field):
         if not ok: raise DpoError(f'{at}: {field} is {d.get(field)!r}' if isinstance(d, dict) else f'{at}: not a candidate')
@@ -337,7 +326,7 @@ def _pool_line(text, at):
     if bad := [i for i,c in enumerate(cs) if not -1<=c.same<i or c.same>=0 and c.ids!=cs[c.same].ids]: raise DpoError(f'{at}: candidates[{bad[0]}]: same is {cs[bad[0]].same}, which is no earlier candidate with its ids')
     return PoolTurn(d['dialogue'], d['turn'], d['made'], cs)
 
-# %% ../nbs/31_dpo.ipynb #62878fbb
+# %% ../nbs/31_dpo.ipynb #f354f4e7
 def read_pool(
     path, # From `candidate_pool`
 )->list[PoolTurn]: # In the file's order
@@ -367,7 +356,7 @@ def _made(gen, retriever, reader, recipe, like, mark, switches):
                 like=getattr(like, '__name__', type(like).__name__), mark=mark, switches=switches)
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
-# %% ../nbs/31_dpo.ipynb #77864fc7
+# %% ../nbs/31_dpo.ipynb #de60645d
 def _chance(recipe, d, turn):
     "Each turn has chance of its own, so that it doesn't matter what was sampled before."
     return np.random.default_rng([recipe.seed, int(hashlib.sha256(f'{d.id}/{turn}'.encode()).hexdigest()[:15], 16)])
@@ -412,7 +401,7 @@ def candidate_pool(
                 f.write(_line(t)); f.flush()
     return read_pool(path)
 
-# %% ../nbs/31_dpo.ipynb #235905ec
+# %% ../nbs/31_dpo.ipynb #7612b09a
 @dataclass(frozen=True)
 class Pair:
     "A preference."
@@ -440,7 +429,7 @@ def pairs(
     n['pairs'] = len(out)
     return out, dict(n)
 
-# %% ../nbs/31_dpo.ipynb #540aa902
+# %% ../nbs/31_dpo.ipynb #f9b2be93
 def _parts(gen, d, turn, lines):
     "Ids of the turns before, and of the question."
     table,out,s = gen.start().table,[],gen.scribe
@@ -470,7 +459,7 @@ def pair_rows(
         out.append(dict(context=ids, **{k: list(getattr(p, k).ids) for k in ('chosen','rejected')}, **{f'{k}_wrote': list(getattr(p, k).wrote) for k in ('chosen','rejected')}))
     return out, dict(n)
 
-# %% ../nbs/31_dpo.ipynb #f1fb4915
+# %% ../nbs/31_dpo.ipynb #5c6c59ad
 def pair_batch(
     rows:Sequence[dict], # From `pair_rows`
 )->dict: # `ids`, `wrote`: (2·rows, length); all chosen ones first
@@ -479,7 +468,7 @@ def pair_batch(
     L = max(len(i) for i,_ in rs)
     return dict(ids=torch.tensor([i+[0]*(L-len(i)) for i,_ in rs]), wrote=torch.tensor([w+[False]*(L-len(w)) for _,w in rs]))
 
-# %% ../nbs/31_dpo.ipynb #776338b5
+# %% ../nbs/31_dpo.ipynb #aa0da5a6
 def plan_logps(
     model,       # `Mamba2LM`, one with adapters, or its Transformer twin
     batch:dict,  # `ids`, `wrote`: (rows, length), padded on the right
@@ -501,7 +490,7 @@ def dpo_loss(
     margin = beta*((pc-rc)-(pr-rr))
     return -F.logsigmoid(margin), margin
 
-# %% ../nbs/31_dpo.ipynb #c4ec820d
+# %% ../nbs/31_dpo.ipynb #44dfa046
 def plan_pairs(
     recipe:DpoRecipe, # Batch, epochs, seed
     n:int,            # Pairs
@@ -542,7 +531,7 @@ def preferences(
     l,m = dpo_loss(*now.T, *ref.T, recipe.beta)
     return dict(loss=l.mean().item(), margin=m.mean().item(), accuracy=(m>0).float().mean().item())
 
-# %% ../nbs/31_dpo.ipynb #4f9ff619
+# %% ../nbs/31_dpo.ipynb #a5d81182
 class PairBatches(torch.utils.data.Dataset):
     "Batches of pairs in the order laid down, each with what the reference says."
     def __init__(self, rows, ref, batches): self.rows,self.ref,self.batches = rows,ref,batches
@@ -569,7 +558,7 @@ class DpoTrainer(PlanTrainer):
         super().log(logs, *args, **kw)
     def evaluate(self, *args, **kw): return {}     # one epoch, no choice among checkpoints (Section B.3)
 
-# %% ../nbs/31_dpo.ipynb #247d4242
+# %% ../nbs/31_dpo.ipynb #25f1eaad
 def _dpo_arguments(r, folder, steps):
     return TrainingArguments(output_dir=str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=r.accumulate, num_train_epochs=1, learning_rate=r.rate, lr_scheduler_type=r.schedule if r.schedule!='constant' else 'constant_with_warmup',
         warmup_steps=math.ceil(r.warmup*steps), weight_decay=r.weight_decay, adam_beta2=r.beta2, max_grad_norm=r.clip, seed=r.seed, bf16=r.precision=='bf16', eval_strategy='no', save_strategy='steps', save_steps=r.every,
@@ -590,7 +579,7 @@ def _reference(model, rows, batches, path, every):
     tmp.replace(path)
     return ref
 
-# %% ../nbs/31_dpo.ipynb #f9661670
+# %% ../nbs/31_dpo.ipynb #60925f61
 def _claim(folder, model, recipe, rows):
     "A folder belongs to one training."
     mine = hashlib.sha256(json.dumps([recipe.hash, weights_hash(model), rows]).encode()).hexdigest()[:12]
@@ -608,17 +597,12 @@ def _train_pairs(model, recipe, rows, ref, batches, folder, every):
     tokens = [size(b) for b in batches]
     t = DpoTrainer(model=model, args=_dpo_arguments(recipe, work, steps), train_dataset=PairBatches(rows, ref, batches), data_collator=lambda bs: bs[0])
     t.beta = recipe.beta
-    for c in list(t.callback_handler.callbacks):
-        if type(c).__name__ in ('PrinterCallback','ProgressCallback'): t.remove_callback(c)
-    t.add_callback(_PairDiary(folder, 0, tokens, every))
-    at = last_checkpoint(work)
-    if recipe.checkpointing: t.model.gradient_checkpointing_enable()
-    with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
+    went = go_on(t, _PairDiary(folder, 0, tokens, every), recipe.checkpointing)
     said = [r for r in read_curve(folder) if 'margin' in r]
     ends = {f'{w}_{k}': r[k] for w,r in (('first', said[0]), ('last', said[-1])) for k in ('loss','margin','accuracy')}
-    return dict(steps=t.state.global_step, pairs=len(rows), tokens=sum(tokens), resumed_at=int(at.name.split('-')[1]) if at else 0, **ends)
+    return went | dict(pairs=len(rows), tokens=sum(tokens), **ends)
 
-# %% ../nbs/31_dpo.ipynb #6fb39a87
+# %% ../nbs/31_dpo.ipynb #adb11a79
 def train_dpo(
     model,                # `Mamba2LM` (or its Transformer twin) after supervised training: the reference
     recipe:DpoRecipe,     # How
@@ -637,14 +621,14 @@ def train_dpo(
     torch.set_num_threads(threads)
     try:
         done = folder/'phase-0'/'done.json'
-        if done.exists(): return _finish(_load_phase(model, folder/'phase-0', True)), json.loads(done.read_text(encoding='utf-8'))
+        if done.exists(): return _finish(load_phase(model, folder/'phase-0', True)), json.loads(done.read_text(encoding='utf-8'))
         batches = plan_pairs(recipe, len(rows))
         ref = _reference(model, rows, batches, folder/'reference.safetensors', every)
         if recipe.lora:
             torch.manual_seed(recipe.seed)
             model = adapt(model, Stage('dpo', rank=recipe.rank, alpha=recipe.alpha, dropout=recipe.dropout))
         info = _train_pairs(model, recipe, rows, ref, batches, folder, every)
-        _save_phase(model, folder/'phase-0', info)
+        save_phase(model, folder/'phase-0', info)
         return _finish(model), info
     finally: torch.set_num_threads(was)
 

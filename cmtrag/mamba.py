@@ -9,7 +9,7 @@ __all__ = ['TORCH_OPS', 'PATHS', 'TOLERANCE', 'LORA_TARGETS', 'MambaError', 'sca
            'NumpyPath', 'NumpyDecoder', 'NumbaPath', 'NumbaDecoder', 'cuda_ops', 'CudaPath', 'CudaGraph', 'CudaDecoder',
            'self_test', 'cast', 'load_mamba', 'as_hf', 'lora', 'race', 'decoding', 'reading', 'training', 'one_turn']
 
-# %% ../nbs/20_mamba.ipynb #43c72887
+# %% ../nbs/20_mamba.ipynb #5383323e
 import json, math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, ini
 from transformers.modeling_outputs import CausalLMOutput
 from .checkpoints import MODEL_TYPE, SHAPE, CheckpointError, check_shape, read_shape, read_tensors
 
-# %% ../nbs/20_mamba.ipynb #80d5f012
+# %% ../nbs/20_mamba.ipynb #290d8c1a
 class MambaError(ValueError):
     "A model, state or path was used in a way that would give wrong numbers; the message says which and what is allowed."
 
-# %% ../nbs/20_mamba.ipynb #e28ab1a1
+# %% ../nbs/20_mamba.ipynb #769a371d
 def scan_steps(
     x:torch.Tensor,  # Inputs (batch, length, heads, channels)
     dt:torch.Tensor, # Step sizes $\Delta$, positive (batch, length, heads); zero leaves the state alone
@@ -48,7 +48,7 @@ def scan_steps(
         ys.append((h*C[:,t,:,None,:]).sum(-1))
     return torch.stack(ys, 1), h
 
-# %% ../nbs/20_mamba.ipynb #aca45456
+# %% ../nbs/20_mamba.ipynb #80827f25
 def scan_chunks(
     x:torch.Tensor,       # As in `scan_steps`
     dt:torch.Tensor,      # 
@@ -83,7 +83,7 @@ def scan_chunks(
         y = torch.cat([y[:,:f], y[:,f:]+off], 1) if f else y+off
     return y.transpose(2,3).reshape(b,l+pad,H,P)[:,:l].to(dtype), h if final else None
 
-# %% ../nbs/20_mamba.ipynb #76e2a8d3
+# %% ../nbs/20_mamba.ipynb #c4fbe71b
 class _ConvSiLU(torch.autograd.Function):
     "The convolution as a few products on whole arrays: fewer passes over memory than `conv1d`, above all in the backward pass."
     @staticmethod
@@ -123,7 +123,7 @@ def last_inputs(
     at = lengths[:,None]+torch.arange(k, device=x.device)
     return xx.gather(1, at[...,None].expand(-1, -1, xx.shape[-1])).transpose(1,2)
 
-# %% ../nbs/20_mamba.ipynb #c226e72d
+# %% ../nbs/20_mamba.ipynb #ce554266
 class MambaConfig(PretrainedConfig):
     "Shape of a `Mamba2LM` (the fields of `SHAPE`) and how to train it."
     model_type = MODEL_TYPE
@@ -155,7 +155,7 @@ class MambaConfig(PretrainedConfig):
     @property
     def channels(self): return self.inner+2*self.n_groups*self.state_size
 
-# %% ../nbs/20_mamba.ipynb #12feacf6
+# %% ../nbs/20_mamba.ipynb #684eb5d5
 class RMSNorm(nn.Module):
     "Root mean square norm in fp32; gated by `silu(z)` and in `groups` when used inside a layer."
     def __init__(self, n, eps, groups=1):
@@ -167,7 +167,7 @@ class RMSNorm(nn.Module):
         s = s*torch.rsqrt(s.pow(2).mean(-1, keepdim=True)+self.eps)
         return s.view(x.shape).to(self.weight.dtype)*self.weight
 
-# %% ../nbs/20_mamba.ipynb #96da3c9f
+# %% ../nbs/20_mamba.ipynb #c62ad427
 TORCH_OPS = SimpleNamespace(conv=causal_conv, scan=scan_chunks)
 
 class Mixer(nn.Module):
@@ -201,7 +201,7 @@ class Mixer(nn.Module):
         y = self.norm((y+x*self.D.to(x.dtype)[:,None]).flatten(2), z)
         return self.out_proj(y.to(u.dtype)), conv2, ssm
 
-# %% ../nbs/20_mamba.ipynb #a8d47400
+# %% ../nbs/20_mamba.ipynb #f959dbc1
 class Block(nn.Module):
     "Norm, layer, residual; the residual stream may be kept in fp32."
     def __init__(self, c):
@@ -228,7 +228,7 @@ class Backbone(nn.Module):
             states.append(s)
         return self.norm_f(r), states
 
-# %% ../nbs/20_mamba.ipynb #4981a789
+# %% ../nbs/20_mamba.ipynb #e7ee50d6
 class Mamba2LM(PreTrainedModel, GenerationMixin):
     "Mamba-2 with a language model head and an explicit state (Sections 3.1 and B.1); see `prefill`, `step`, `greedy`, `use`."
     config_class,base_model_prefix,main_input_name = MambaConfig,'backbone','input_ids'
@@ -268,7 +268,7 @@ class Mamba2LM(PreTrainedModel, GenerationMixin):
         init.copy_(m.in_proj.weight, w)
         init.copy_(m.conv1d.weight, k)
 
-# %% ../nbs/20_mamba.ipynb #1d445447
+# %% ../nbs/20_mamba.ipynb #ad94d926
 @patch
 def forward(self:Mamba2LM,
     input_ids:torch.Tensor=None,      # Ids (batch, length)
@@ -297,7 +297,7 @@ def prepare_inputs_for_generation(self:Mamba2LM, input_ids, attention_mask=None,
     "For libraries that call `generate`: right, and slow, since every token reads everything again. Use `greedy`."
     return dict(input_ids=input_ids, attention_mask=attention_mask)
 
-# %% ../nbs/20_mamba.ipynb #641e70d8
+# %% ../nbs/20_mamba.ipynb #7c99065c
 @dataclass(frozen=True, eq=False)
 class MambaState:
     "$h_t$ of one or more conversations (Section C.3): fixed in size, never written to."
@@ -319,7 +319,7 @@ class MambaState:
     def nbytes(self): return self.conv.nbytes+self.ssm.nbytes
     def __repr__(self): return f'MambaState({len(self)} rows, {self.nbytes:,} bytes, tokens seen: {list(self.tokens)})'
 
-# %% ../nbs/20_mamba.ipynb #d969ba7b
+# %% ../nbs/20_mamba.ipynb #163792ad
 @patch
 def dump(self:MambaState)->bytes: # A safetensors file
     "The state as bytes."
@@ -348,7 +348,7 @@ def start(self:Mamba2LM,
     z = lambda dtype, *s: torch.zeros(c.num_hidden_layers, rows, *s, device=w.device, dtype=dtype)
     return MambaState(z(w.dtype, c.channels, c.conv_kernel-1), z(torch.float32, c.heads, c.head_dim, c.state_size), (0,)*rows)
 
-# %% ../nbs/20_mamba.ipynb #48d4ed7d
+# %% ../nbs/20_mamba.ipynb #3c969d06
 @patch
 def check_state(self:Mamba2LM,
     s:MambaState, # A state
@@ -361,7 +361,7 @@ def check_state(self:Mamba2LM,
     if got!=want: raise MambaError(f'the state has sizes {got}, this model with {rows} rows needs {want}')
     return s
 
-# %% ../nbs/20_mamba.ipynb #c6ff74fb
+# %% ../nbs/20_mamba.ipynb #2bc0695b
 def pack_ids(
     ids,             # Lists of ids, or a tensor (rows, length)
     lengths=None,    # Real tokens per row of a tensor; all when not given
@@ -377,7 +377,7 @@ def pack_ids(
     if vocab and (ids.min()<0 or ids.max()>=vocab): raise MambaError(f'ids reach from {ids.min()} to {ids.max()}, the embedding has rows 0 to {vocab-1}')
     return ids.to(device), n.to(device)
 
-# %% ../nbs/20_mamba.ipynb #b7588158
+# %% ../nbs/20_mamba.ipynb #25a96df5
 class TorchPath:
     "PyTorch on any device: chunked scan for many tokens, eager operations for one."
     name,ops,exact = 'torch',TORCH_OPS,False
@@ -393,7 +393,7 @@ class TorchPath:
         return m.lm_head(r).float(), MambaState(torch.stack([c for c,_ in new]), torch.stack([h for _,h in new]), tuple(a+b for a,b in zip(s.tokens, n.tolist())))
     def decoder(self, s): return TorchDecoder(self, s)
 
-# %% ../nbs/20_mamba.ipynb #70659fe0
+# %% ../nbs/20_mamba.ipynb #b9643eeb
 class TorchDecoder:
     "Decoding on a private copy of a state."
     def __init__(self, path, s):
@@ -423,7 +423,7 @@ class TorchDecoder:
 
     def state(self): return MambaState(self.conv.clone(), self.ssm.clone(), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #deb05ce5
+# %% ../nbs/20_mamba.ipynb #db4fac16
 @patch
 @torch.no_grad()
 def prefill(self:Mamba2LM,
@@ -453,7 +453,7 @@ def step(self:Mamba2LM,
     d = self.decoder(state)
     return d.step(ids[:,0]), d.state()
 
-# %% ../nbs/20_mamba.ipynb #fcfa73b0
+# %% ../nbs/20_mamba.ipynb #1f64882b
 def _silu(x): return x/(1+np.exp(-x))
 def _rms(x, w, eps, groups=1):
     g = x.reshape(groups, -1)
@@ -481,7 +481,7 @@ def numpy_step(
         r = r + w('mixer.out_proj.weight')@_rms(y.reshape(-1)*_silu(z), w('mixer.norm.weight'), c.norm_eps, c.n_groups)
     return W.get('lm_head.weight', W['backbone.embedding.weight'])@_rms(r, W['backbone.norm_f.weight'], c.norm_eps)
 
-# %% ../nbs/20_mamba.ipynb #13cd0d8e
+# %% ../nbs/20_mamba.ipynb #407c775b
 def plain_weights(
     model:Mamba2LM, # On the CPU, fp32
     path:str,       # For messages
@@ -501,7 +501,7 @@ def weights_mark(
     "Where the weights are and a sample of them."
     return tuple((v.__array_interface__['data'][0], v.reshape(-1)[::max(1, v.size//64)].tobytes()) for v in W.values())
 
-# %% ../nbs/20_mamba.ipynb #0ab12887
+# %% ../nbs/20_mamba.ipynb #c8ed5da4
 class NumpyPath(TorchPath):
     "The readable reference: every token, in prefill too, through `numpy_step`."
     name,exact = 'numpy',True
@@ -527,7 +527,7 @@ class NumpyDecoder:
         return torch.from_numpy(np.stack(out).astype(np.float32))
     def state(self): return MambaState(torch.from_numpy(self.conv.copy()), torch.from_numpy(self.ssm.copy()), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #e492d043
+# %% ../nbs/20_mamba.ipynb #75ad70d4
 _fast = {'reassoc','contract','nsz','arcp'}       # may reorder sums; keeps infinities and NaN
 def _jit(f):
     "Compile `f` when it is first called. Kept on disk only from the module: there one file holds all of them, whereas in a notebook a changed callee goes unnoticed."
@@ -551,7 +551,7 @@ def _matmul(W, X, Y, n):
             for j in range(k): s += W[i,j]*X[b,j]
             Y[b,i] = s
 
-# %% ../nbs/20_mamba.ipynb #438a6467
+# %% ../nbs/20_mamba.ipynb #104d71da
 @_jit
 def _sigmoids(a, p, e):
     "p ← sigmoid(a), elementwise; `e` is integer scratch."
@@ -565,7 +565,7 @@ def _sigmoids(a, p, e):
     q = e.view(np.float32)
     for i in range(a.shape[0]): p[i] = f(1)/(f(1)+p[i]*q[i])
 
-# %% ../nbs/20_mamba.ipynb #8f63129c
+# %% ../nbs/20_mamba.ipynb #005b5a1d
 @_jit
 def _mix(a, conv, ssm, cw, cb, dtb, A, D, G, eps, y, p, e):
     "Convolution, recurrence and gated norm of one row: `a` (gate, conv inputs, steps) → `y`."
@@ -606,7 +606,7 @@ def _norm(r, x, eps):
     s = np.float32(1)/np.sqrt(s/np.float32(r.shape[0])+eps)
     for i in range(r.shape[0]): x[i] = r[i]*s
 
-# %% ../nbs/20_mamba.ipynb #83978ccc
+# %% ../nbs/20_mamba.ipynb #d1489d5a
 @_jit
 def _layers(w, ids, rows, n, conv, ssm, buf, e):
     "One token in each of the first `n` of `rows` through all layers; the states are changed in place."
@@ -643,7 +643,7 @@ def _read(w, ids, lens, every, conv, ssm, buf, e, logits, out):
         for b in range(n):
             if every or t==lens[rows[b]]-1: out[rows[b],t if every else 0] = logits[b]
 
-# %% ../nbs/20_mamba.ipynb #75a458fa
+# %% ../nbs/20_mamba.ipynb #ea37aaec
 @_jit
 def _greedy(w, logits, rows, n, vocab, stop, most, conv, ssm, buf, e, out, count):
     "Write up to `most` tokens per row into `out`, from the `logits` on; a row ends with a stop token."
@@ -667,7 +667,7 @@ def _greedy(w, logits, rows, n, vocab, stop, most, conv, ssm, buf, e, out, count
         n = k
         if n==0: break
 
-# %% ../nbs/20_mamba.ipynb #7f793773
+# %% ../nbs/20_mamba.ipynb #33150192
 class NumbaPath(TorchPath):
     "CPU, fp32: prefill in chunks, row by row; decoding in one compiled function."
     name,exact,short,mark,packed,held = 'numba',True,16,None,None,False
@@ -704,7 +704,7 @@ class NumbaPath(TorchPath):
         return torch.cat(logits)[order], MambaState.cat(st for *_,st in parts)[order.tolist()]
     def decoder(self, s): return NumbaDecoder(self, s)
 
-# %% ../nbs/20_mamba.ipynb #5c609fe6
+# %% ../nbs/20_mamba.ipynb #1b2d12a2
 class NumbaDecoder:
     "The compiled step on a private copy of a state."
     def __init__(self, path, s):
@@ -738,7 +738,7 @@ class NumbaDecoder:
         "The state; without `copy` for a decoder that is not used any more."
         return MambaState(torch.from_numpy(self.conv.transpose(0,1,3,2).copy()), torch.from_numpy(self.ssm.copy() if copy else self.ssm), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #d33e833f
+# %% ../nbs/20_mamba.ipynb #f56eba79
 def cuda_ops()->SimpleNamespace: # `conv`, `scan`, and the single-step kernels
     "The kernels in the form of `TORCH_OPS`; `MambaError` says what to install."
     if not torch.cuda.is_available(): raise MambaError('path "cuda" needs a GPU that torch can see; on a CPU use "numba" or "torch"')
@@ -756,7 +756,7 @@ def cuda_ops()->SimpleNamespace: # `conv`, `scan`, and the single-step kernels
         return r if final else (r, None)
     return SimpleNamespace(conv=conv, scan=scan, conv_step=causal_conv1d_update, scan_step=selective_state_update)
 
-# %% ../nbs/20_mamba.ipynb #e905564d
+# %% ../nbs/20_mamba.ipynb #fc12d74f
 class CudaPath(TorchPath):
     "mamba-ssm kernels; decoding on resident buffers, one captured graph per number of rows (Section C.3)."
     name,rows = 'cuda',16
@@ -805,7 +805,7 @@ class CudaGraph:
         for l,b in enumerate(self.m.backbone.layers): r = (r.float() if b.fp32 else r)+self.mix(l, b.mixer, b.norm(r))
         return self.m.lm_head(self.m.backbone.norm_f(r)).float()
 
-# %% ../nbs/20_mamba.ipynb #3fea28da
+# %% ../nbs/20_mamba.ipynb #540eae37
 class CudaDecoder:
     "Packs a state into the resident buffers; one decoder at a time may use a graph."
     def __init__(self, path, s):
@@ -846,7 +846,7 @@ class CudaDecoder:
         return got
     def state(self, copy=True): return MambaState(self.g.conv[:,:self.n].clone(), self.g.ssm[:,:self.n].clone(), tuple(self.tokens))
 
-# %% ../nbs/20_mamba.ipynb #73d811e1
+# %% ../nbs/20_mamba.ipynb #3a9951c3
 PATHS = {p.name:p for p in (TorchPath, NumpyPath, NumbaPath, CudaPath)}
 TOLERANCE = {torch.float32:1e-4, torch.bfloat16:5e-2, torch.float16:1e-2}    # times the largest logit, or 1
 
@@ -875,7 +875,7 @@ def self_test(
     if not off<=tol: raise MambaError(f'path {engine.name!r} failed its self-test: carried prefill and a full forward differ by {off:.2g} of the largest logit, allowed {tol:g}')
     return off
 
-# %% ../nbs/20_mamba.ipynb #40afbdb0
+# %% ../nbs/20_mamba.ipynb #1d973563
 @patch
 def use(self:Mamba2LM,
     path:str='torch',  # 'torch', 'numba', 'cuda', or 'numpy' (the slow reference)
@@ -890,7 +890,7 @@ def use(self:Mamba2LM,
 @patch(as_prop=True)
 def path(self:Mamba2LM): return self.engine.name
 
-# %% ../nbs/20_mamba.ipynb #be5bdf10
+# %% ../nbs/20_mamba.ipynb #2818a22a
 @patch
 @torch.no_grad()
 def greedy(self:Mamba2LM,
@@ -915,7 +915,7 @@ def greedy(self:Mamba2LM,
         rows,logits = [rows[k] for k in go],logits[go]
     return out, d.state()
 
-# %% ../nbs/20_mamba.ipynb #b19e9e76
+# %% ../nbs/20_mamba.ipynb #103ef1be
 def cast(
     model:Mamba2LM, # Model
     dtype,          # For example `torch.bfloat16`
@@ -942,7 +942,7 @@ def load_mamba(
     for p in m.parameters(): p.requires_grad_(True)
     return cast(m, dtype).to(device).eval().use(path)
 
-# %% ../nbs/20_mamba.ipynb #2c43a81e
+# %% ../nbs/20_mamba.ipynb #0f92abc3
 def as_hf(
     model:Mamba2LM, # Model
     chunk:int=64,   # Chunk length of its scan
@@ -956,7 +956,7 @@ def as_hf(
     m.load_state_dict({k.replace('embedding.', 'embeddings.'):v.detach().clone() for k,v in model.state_dict().items()})
     return m.eval()
 
-# %% ../nbs/20_mamba.ipynb #8eca3ff7
+# %% ../nbs/20_mamba.ipynb #d287aacb
 LORA_TARGETS = ('in_proj', 'out_proj')
 
 def lora(
@@ -972,7 +972,7 @@ def lora(
     if n!=2*model.config.num_hidden_layers: raise MambaError(f'adapters were placed on {n} projections, expected {2*model.config.num_hidden_layers}')
     return m
 
-# %% ../nbs/20_mamba.ipynb #97addc54
+# %% ../nbs/20_mamba.ipynb #90129d4e
 def race(
     runs:dict, # Name → what to time, a function without arguments
     n:int=5,   # Rounds
@@ -1014,7 +1014,7 @@ def reading(
         for i in range(tokens): d.step(ids[i:i+1])
     return dict(prefill=lambda: model.prefill(ids[None], state=s), steps=lambda: steps(model.decoder(s)), eager=lambda: steps(TorchDecoder(TorchPath(model), s)))
 
-# %% ../nbs/20_mamba.ipynb #2e32f616
+# %% ../nbs/20_mamba.ipynb #a36255c8
 def training(
     model,           # A `Mamba2LM` or `Mamba2ForCausalLM`; a copy is trained
     rows:int=4,      # Sequences

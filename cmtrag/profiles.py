@@ -7,7 +7,7 @@ __all__ = ['ENCODERS', 'READER_KEYS', 'READER_KINDS', 'ProfileError', 'params_fo
            'profile_names', 'load_profile', 'make_encoder', 'make_retriever', 'readers', 'reader_name', 'make_llm',
            'make_reader', 'shipped_generators', 'generators', 'generator_folder', 'make_trace_generator', 'make_nearby']
 
-# %% ../nbs/28_profiles.ipynb #33a915a3
+# %% ../nbs/28_profiles.ipynb #575e430d
 import dataclasses, difflib, os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from .llm import CachedLLM, EndpointLLM, LLMError, SmolLM
 from .retrieval import MINILM, Dragon, HashEncoder, MiniLM, Retriever, index_for
 from .reader import PROMPTS, Reader
 
-# %% ../nbs/28_profiles.ipynb #a0a1bb6a
+# %% ../nbs/28_profiles.ipynb #80bca4fd
 class ProfileError(ValueError):
     "A profile or reader that can't be used; the message lists what is allowed."
 
@@ -27,22 +27,24 @@ def params_folders():
     "Where YAML files are looked for: the package first, the project's `params/` on top."
     return [Path(cmtrag.__file__).parent/'params', project_root()/'params']
 
-# %% ../nbs/28_profiles.ipynb #429f0c24
+# %% ../nbs/28_profiles.ipynb #e9098fc8
 def read_params(
     name:str, # File name without `.yaml`
-)->dict: # Its content, the project's file laid over the package's
+    _below:tuple=(), # Files that have it as their `base`
+)->dict: # Its content: the project's file laid over the package's, both over their `base`, where one is named
     "Read a parameter file from every place that has it; `ProfileError` when none does or the YAML is not a mapping."
     import yaml
     found,out = [f/f'{name}.yaml' for f in params_folders() if (f/f'{name}.yaml').is_file()],{}
+    if name in _below: raise ProfileError(f'{name}.yaml: base leads back to itself: {" → ".join([*_below, name])}')
     if not found: raise ProfileError(f'no parameter file {name}.yaml in cmtrag/params or params')
     for p in found:
         try: d = yaml.safe_load(p.read_text(encoding='utf-8')) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as e: raise ProfileError(f'{p.parent.name}/{p.name}: not valid YAML: {e}') from None
         if not isinstance(d, dict) or not all(isinstance(k, str) for k in d): raise ProfileError(f'{p.parent.name}/{p.name}: expected a mapping with text keys')
         for k,v in d.items(): out[k] = out[k] | v if isinstance(v, dict) and isinstance(out.get(k), dict) else v  # entries are merged key by key
-    return out
+    return read_params(out.pop('base'), (*_below, name)) | out if 'base' in out else out
 
-# %% ../nbs/28_profiles.ipynb #19287e2f
+# %% ../nbs/28_profiles.ipynb #147dc8c7
 def check_keys(
     d:dict,       # Settings as read
     known:dict,   # Key → default, whose type a value must have
@@ -57,7 +59,7 @@ def check_keys(
         if not (type(v) is want or want is float and type(v) is int): raise ProfileError(f'{what}: {k} is {v!r}, expected {want.__name__} like {known[k]!r}')
     return {**known, **d}
 
-# %% ../nbs/28_profiles.ipynb #3d0664b9
+# %% ../nbs/28_profiles.ipynb #1070ad3a
 @dataclass(frozen=True)
 class Profile:
     "The parts and settings of a run (Sections 4.1, C.1, C.2)."
@@ -74,7 +76,7 @@ class Profile:
     nearby:float=.5           # Least cosine with which a known word is read for an unknown one (slot tokenizer); 0: never
     workers:int=1             # Dialogues held at once
 
-# %% ../nbs/28_profiles.ipynb #b153a622
+# %% ../nbs/28_profiles.ipynb #bf6def83
 def profile_names(): 
     "Names of all profiles, the package's and the project's."
     def is_profile(name):
@@ -95,7 +97,7 @@ def load_profile(
     if p.reader not in readers(): raise ProfileError(f'profile {name}: unknown reader {p.reader!r}; allowed: {", ".join(readers())}')
     return p
 
-# %% ../nbs/28_profiles.ipynb #7a6aa2bc
+# %% ../nbs/28_profiles.ipynb #d190b1c9
 def _dragon():
     get = os.environ.get
     return Dragon(get('CMTRAG_DRAGON_QUERY', 'facebook/dragon-plus-query-encoder'), get('CMTRAG_DRAGON_CONTEXT', 'facebook/dragon-plus-context-encoder'))
@@ -121,7 +123,7 @@ def make_retriever(
     r('Is everything ready?', 1)
     return r
 
-# %% ../nbs/28_profiles.ipynb #feab570b
+# %% ../nbs/28_profiles.ipynb #5794122d
 READER_KEYS = dict(kind='', model='', port=8000, prompt='chat', max_tokens=512)
 READER_KINDS = ('span', 'smollm', 'endpoint')
 
@@ -143,7 +145,7 @@ def reader_name(
     if name not in readers(): raise ProfileError(f"unknown reader {name!r}; allowed: small, {', '.join(readers())}")
     return name
 
-# %% ../nbs/28_profiles.ipynb #3acef38b
+# %% ../nbs/28_profiles.ipynb #800cba8e
 def make_llm(
     name:str,         # A key of `readers()`
     cache:bool=True,  # Keep replies on disk, so that the same call is never made twice?
@@ -177,7 +179,7 @@ def make_reader(
     prompt = d['prompt'] if d['prompt'] in ('auto', *PROMPTS) else resolve_path(d['prompt'])
     return Reader(llm, prompt=prompt, max_tokens=d['max_tokens'])
 
-# %% ../nbs/28_profiles.ipynb #16782f85
+# %% ../nbs/28_profiles.ipynb #5f0ef414
 def shipped_generators()->Path:
     "Where the package keeps its trace generators."
     return Path(cmtrag.__file__).parent/'data'/'generators'

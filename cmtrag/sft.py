@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['KINDS', 'SFT_DEFAULTS', 'SFT_CHECKS', 'SftError', 'Stage', 'Recipe', 'load_recipe', 'check_recipe', 'encode_dialogue',
            'move', 'TurnStream', 'pack', 'plan_batches', 'plan_logits', 'plan_losses', 'new_model', 'new_twin',
-           'Batches', 'PlanTrainer', 'validation_loss', 'last_checkpoint', 'read_curve', 'Diary', 'quiet',
-           'train_phase', 'lora_count', 'adapt', 'check_adapted', 'merge', 'weights_of', 'train_generator',
-           'structural_rows', 'Names', 'ref_kind', 'score_turn', 'add_up', 'gold_plans', 'previous_plans',
-           'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'spoken', 'recipe_of']
+           'Batches', 'PlanTrainer', 'validation_loss', 'last_checkpoint', 'read_curve', 'Diary', 'quiet', 'go_on',
+           'train_phase', 'lora_count', 'adapt', 'check_adapted', 'merge', 'weights_of', 'save_phase', 'load_phase',
+           'train_generator', 'structural_rows', 'Names', 'ref_kind', 'score_turn', 'add_up', 'gold_plans',
+           'previous_plans', 'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'spoken',
+           'recipe_of']
 
-# %% ../nbs/30_sft.ipynb #aab09440
+# %% ../nbs/30_sft.ipynb #8d0a57e4
 import dataclasses, hashlib, json, math, random, re, shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,11 +35,11 @@ from .twin import TwinLM, twin_config
 from .generator import write_layout
 from .profiles import check_keys, read_params, shipped_generators
 
-# %% ../nbs/30_sft.ipynb #42fd59d6
+# %% ../nbs/30_sft.ipynb #91a034a3
 class SftError(ValueError):
     "A recipe that can't be used, or a training that went wrong; the message says where and what to change."
 
-# %% ../nbs/30_sft.ipynb #d90f926e
+# %% ../nbs/30_sft.ipynb #2b2db28e
 @dataclass(frozen=True)
 class Stage:
     "One stage of the curriculum (Section B.3, Table 8)."
@@ -56,7 +57,7 @@ class Stage:
     dropout:float=0.    # In front of them
     fresh:bool=True     # New adapters, the old ones merged? Or go on with them?
 
-# %% ../nbs/30_sft.ipynb #f8b931b4
+# %% ../nbs/30_sft.ipynb #3198dba1
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides how a generator is trained."
@@ -97,7 +98,7 @@ class Recipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #8ba1204a
+# %% ../nbs/30_sft.ipynb #9cc791bb
 def _defaults(cls):
     blank = lambda f: f.default if f.default is not dataclasses.MISSING else {}
     return {f.name: blank(f) for f in dataclasses.fields(cls) if f.name!='name'}
@@ -128,7 +129,7 @@ def check_recipe(
         need((r.rate if r.one_schedule else s.rate)>0, f'stage {s.name}: has no learning rate')
     return r
 
-# %% ../nbs/30_sft.ipynb #27e644d1
+# %% ../nbs/30_sft.ipynb #ac6bbe33
 def _lengths(turns): return np.array([len(ids) for ids,_ in turns])
 
 def _lost(scribe, d, first):
@@ -136,7 +137,7 @@ def _lost(scribe, d, first):
     if not scribe.ring: return set()
     return {scribe.tok.id(f'[{c}_{scribe.symbol(k)}]') for c in 'TA' for k in range(1, first)}-{scribe.tok.id(f'[{c}_{scribe.symbol(t.id)}]') for c in 'TA' for t in d.traces}
 
-# %% ../nbs/30_sft.ipynb #aba90dcb
+# %% ../nbs/30_sft.ipynb #b4ff57d2
 def encode_dialogue(
     scribe:Scribe,       # How turns are written
     d:Dialogue,          # Annotated dialogue
@@ -160,7 +161,7 @@ def encode_dialogue(
         kinds[at],gone = READ,int(at.sum())
     return ids, kinds, cut, gone
 
-# %% ../nbs/30_sft.ipynb #b2266efc
+# %% ../nbs/30_sft.ipynb #8ae4facb
 def move(
     scribe:Scribe,             # How turns are written
     offset:int=0,              # Added to all trace numbers
@@ -175,7 +176,7 @@ def move(
     if order is not None: t[tok.first_slot:tok.first_slot+tok.slots] = tok.first_slot+np.asarray(order)
     return t
 
-# %% ../nbs/30_sft.ipynb #c94730e8
+# %% ../nbs/30_sft.ipynb #2b00c9e5
 KINDS = ('single','short','long','ultra')
 
 class TurnStream:
@@ -207,7 +208,7 @@ class TurnStream:
             for i,w in es: h.update(k.encode()+i.tobytes()+w.tobytes())
         return h.hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #7f6be46c
+# %% ../nbs/30_sft.ipynb #5eee9ac3
 @patch
 def example(self:TurnStream,
     kind:str,  # Of the dialogue
@@ -236,7 +237,7 @@ def batch(self:TurnStream,
     targets = np.where(kinds==READ, -100, shift(ids))
     return {k: torch.from_numpy(v) for k,v in dict(ids=ids, targets=targets, weights=self.weight[kinds], kinds=kinds).items()}
 
-# %% ../nbs/30_sft.ipynb #e8258387
+# %% ../nbs/30_sft.ipynb #00a14e78
 @patch
 def save(self:TurnStream,
     path, # File to write
@@ -265,7 +266,7 @@ def load(cls:TurnStream,
             if s.counts[k]['dialogues']: s.items[k] = list(zip(*(np.split(f.get_tensor(f'{n}.{k}'), f.get_tensor(f'lengths.{k}').cumsum()[:-1]) for n in ('ids','kinds'))))
     return s
 
-# %% ../nbs/30_sft.ipynb #79b47d06
+# %% ../nbs/30_sft.ipynb #f507f248
 def _endless(kind, n, seed):
     "(kind, number, use) for ever: every dialogue once, in a new order, then again."
     use = 0
@@ -293,7 +294,7 @@ def pack(
         out.append(batch)
     return out
 
-# %% ../nbs/30_sft.ipynb #f90a969e
+# %% ../nbs/30_sft.ipynb #04dfc241
 def _by_tokens(stage, recipe, sizes, flows, rng):
     out = []
     for kind,part in stage.mix.items():
@@ -322,7 +323,7 @@ def plan_batches(
     flows,make = {k: _endless(k, len(sizes[k]), recipe.seed) for k in need},_by_tokens if recipe.tokens else _by_epochs
     return [cap([b for s in phase for b in make(s, recipe, sizes, flows, random.Random(f'{recipe.seed}/{s.name}'))], phase[0]) for phase in recipe.phases]
 
-# %% ../nbs/30_sft.ipynb #6fe69430
+# %% ../nbs/30_sft.ipynb #e6983242
 def plan_logits(
     model,               # `Mamba2LM`, one with adapters, or its Transformer twin
     ids:torch.Tensor,    # (batch, length)
@@ -344,7 +345,7 @@ def plan_losses(
     right = None if torch.is_grad_enabled() else logits.argmax(-1)==t              # only looked at when nothing is trained
     return F.cross_entropy(logits, t, reduction='none'), batch['weights'][at], batch['kinds'][at], right
 
-# %% ../nbs/30_sft.ipynb #8f574249
+# %% ../nbs/30_sft.ipynb #2a8412d7
 def new_model(
     recipe:Recipe, # Says its shape
     vocab:int,     # Tokens
@@ -355,7 +356,7 @@ def new_model(
         torch.manual_seed(recipe.seed)
         return Mamba2LM(MambaConfig(vocab_size=-(-vocab//8)*8, **{**recipe.model, **changes}))
 
-# %% ../nbs/30_sft.ipynb #ee53d513
+# %% ../nbs/30_sft.ipynb #2382c7cf
 def new_twin(
     recipe:Recipe, # Says the Mamba-2's shape
     vocab:int,     # Tokens
@@ -367,7 +368,7 @@ def new_twin(
         torch.manual_seed(recipe.seed)
         return TwinLM.fresh(c).model
 
-# %% ../nbs/30_sft.ipynb #ddbe1de1
+# %% ../nbs/30_sft.ipynb #0303917c
 class Batches(torch.utils.data.Dataset):
     "Batches in the order laid down."
     def __init__(self, stream, batches): self.stream,self.batches = stream,batches
@@ -389,7 +390,7 @@ class PlanTrainer(Trainer):
         if not torch.isfinite(loss): raise SftError(f'step {self.state.global_step+1}: the loss is {loss.item()}; lower the learning rate ({self._get_learning_rate():.2g}) or use precision fp32')
         return loss
 
-# %% ../nbs/30_sft.ipynb #51fe47ed
+# %% ../nbs/30_sft.ipynb #1f6d0364
 _names = {WRITTEN:'text', LINK:'link', NOTE:'note', PROBE:'probe'}
 
 @torch.no_grad()
@@ -418,7 +419,7 @@ def evaluate(self:PlanTrainer, *args, **kw):
     self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, v)
     return v
 
-# %% ../nbs/30_sft.ipynb #74fe93b5
+# %% ../nbs/30_sft.ipynb #0b6dd775
 def last_checkpoint(
     folder, # Of the trainer
 )->Path|None:
@@ -441,7 +442,7 @@ def read_curve(
     p = Path(folder)/'curve.jsonl'
     return [json.loads(l) for l in p.read_text(encoding='utf-8').splitlines()] if p.exists() else []
 
-# %% ../nbs/30_sft.ipynb #34dca615
+# %% ../nbs/30_sft.ipynb #a6051c84
 class Diary(TrainerCallback):
     "Writes the curve, shows progress, marks complete checkpoints."
     def __init__(self, folder, phase, tokens, every):
@@ -464,7 +465,7 @@ class Diary(TrainerCallback):
         if 'eval_loss' in logs: print(f"step {state.global_step}: validation " + ' · '.join(f'{k[5:]} {v:.4f}' for k,v in logs.items() if k.startswith('eval_')) + f" · {rec['rate']:.0f} tokens/s", flush=True)
     def on_save(self, args, state, control, **kw): (Path(args.output_dir)/f'checkpoint-{state.global_step}'/'complete').touch()
 
-# %% ../nbs/30_sft.ipynb #358fc003
+# %% ../nbs/30_sft.ipynb #7354379a
 @contextmanager
 def quiet():
     "No progress bars and no remarks of `transformers`, only errors (it wonders about the head, which is the embedding and not saved twice)."
@@ -488,6 +489,22 @@ def _arguments(recipe, phase, folder, steps):
         load_best_model_at_end=True, metric_for_best_model='loss', greater_is_better=False, logging_steps=min(10, recipe.every), logging_nan_inf_filter=False,
         disable_tqdm=True, report_to='none', remove_unused_columns=False, dataloader_pin_memory=False, use_cpu=not torch.cuda.is_available())
 
+# %% ../nbs/30_sft.ipynb #9be866d3
+def go_on(
+    t:Trainer,         # Its output folder has the checkpoints, if there are any
+    diary:Diary,       # Writes the curve
+    checkpointing=False, # Compute activations twice to keep fewer of them
+)->dict: # `steps`, and `resumed_at`: 0 when it began anew
+    "Train from the last complete checkpoint, without the remarks of `transformers`."
+    for c in list(t.callback_handler.callbacks):
+        if type(c).__name__ in ('PrinterCallback','ProgressCallback'): t.remove_callback(c)
+    t.add_callback(diary)
+    at = last_checkpoint(t.args.output_dir)
+    if checkpointing: t.model.gradient_checkpointing_enable()
+    with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
+    return dict(steps=t.state.global_step, resumed_at=int(at.name.split('-')[1]) if at else 0)
+
+# %% ../nbs/30_sft.ipynb #e48e0ac1
 def train_phase(
     model,          # Trained in place
     recipe:Recipe,  # How
@@ -505,15 +522,10 @@ def train_phase(
     tokens = [len(b)*max(sizes[k][i] for k,i,_ in b) for b in batches]
     t = PlanTrainer(model=model, args=_arguments(recipe, phase, work, steps), train_dataset=Batches(train, batches), eval_dataset=dev, data_collator=_only)
     t.looked_at = KINDS if recipe.one_schedule else tuple(phase[0].mix)
-    for c in list(t.callback_handler.callbacks):
-        if type(c).__name__ in ('PrinterCallback','ProgressCallback'): t.remove_callback(c)
-    t.add_callback(Diary(folder, number, tokens, every))
-    at = last_checkpoint(work)
-    if recipe.checkpointing: t.model.gradient_checkpointing_enable()
-    with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
-    return dict(steps=t.state.global_step, tokens=sum(tokens), best_loss=t.state.best_metric, best_step=t.state.best_global_step, resumed_at=int(at.name.split('-')[1]) if at else 0)
+    went = go_on(t, Diary(folder, number, tokens, every), recipe.checkpointing)
+    return went | dict(tokens=sum(tokens), best_loss=t.state.best_metric, best_step=t.state.best_global_step)
 
-# %% ../nbs/30_sft.ipynb #cde04d38
+# %% ../nbs/30_sft.ipynb #34882817
 def lora_count(
     c:MambaConfig, # Shape of the model
     rank:int,      # Of the adapters
@@ -543,7 +555,7 @@ def check_adapted(m, c, rank, rows):
     if n!=want: raise SftError(f'{n:,} parameters would be trained, expected {want:,} (adapters of rank {rank} on {" and ".join(LORA_TARGETS)}, {rows} rows)')
     return m
 
-# %% ../nbs/30_sft.ipynb #d5c20de4
+# %% ../nbs/30_sft.ipynb #18c43994
 @torch.no_grad()
 def merge(
     model,              # With adapters
@@ -561,7 +573,7 @@ def merge(
     if not off<most: raise SftError(f'merging changes logits by {off:.2g} of the largest, allowed {most:g}')
     return m
 
-# %% ../nbs/30_sft.ipynb #814e3f6a
+# %% ../nbs/30_sft.ipynb #aea25ccf
 def weights_of(
     model,              # A model; its head may be its embedding
     to=torch.float32,   # Type of floating numbers
@@ -571,7 +583,8 @@ def weights_of(
     own = {k: v for k,v in model.state_dict().items() if not (v.data_ptr() in seen or seen.add(v.data_ptr()))}
     return {k: v.detach().cpu().to(to if v.is_floating_point() else v.dtype).contiguous() for k,v in own.items()}
 
-def _save_phase(model, work, info):
+def save_phase(model, work, info):
+    "Write what a phase has made, then `done.json`; its checkpoints go."
     from safetensors.torch import save_file
     if hasattr(model, 'get_base_model'): model.save_pretrained(work/'adapter')
     else: save_file(weights_of(model), work/'model.safetensors')
@@ -579,7 +592,8 @@ def _save_phase(model, work, info):
     (work/'done.tmp').replace(work/'done.json')
     for c in work.glob('checkpoint-*'): shutil.rmtree(c)
 
-def _load_phase(model, work, fresh):
+def load_phase(model, work, fresh):
+    "The model as a finished phase left it."
     from safetensors.torch import load_file, load_model
     if (work/'adapter').exists():
         from peft import PeftModel
@@ -588,7 +602,7 @@ def _load_phase(model, work, fresh):
     load_model(model, work/'model.safetensors', strict=False)
     return model
 
-# %% ../nbs/30_sft.ipynb #d9c56fff
+# %% ../nbs/30_sft.ipynb #19f782ef
 def train_generator(
     model,             # `Mamba2LM` (or its Transformer twin); trained in place unless adapters come and go
     recipe:Recipe,     # How
@@ -607,12 +621,12 @@ def train_generator(
             work.mkdir(parents=True, exist_ok=True)
             if recipe.lora and stage.fresh and hasattr(model, 'get_base_model'): model = merge(model)
             if (work/'done.json').exists():
-                model = _load_phase(model, work, stage.fresh)
+                model = load_phase(model, work, stage.fresh)
                 infos.append(json.loads((work/'done.json').read_text(encoding='utf-8')))
                 continue
             if recipe.lora and stage.fresh: model = adapt(model, stage, structural_rows(train.scribe) if recipe.new_rows else ())
             infos.append(train_phase(model, recipe, n, batches, train, dev, folder, every))
-            _save_phase(model, work, infos[-1])
+            save_phase(model, work, infos[-1])
         return (merge(model) if hasattr(model, 'get_base_model') else model).eval(), infos
     finally: torch.set_num_threads(was)
 
@@ -622,7 +636,7 @@ def structural_rows(
     "The rows of the seven structural tokens (Section B.1)."
     return [scribe.tok.id(t) for t in STRUCTURAL_TOKENS]
 
-# %% ../nbs/30_sft.ipynb #7188b3e4
+# %% ../nbs/30_sft.ipynb #c44e6840
 class Names:
     "Which own trace stands for which gold one."
     def __init__(self): self.own,self.gold = {},{}
@@ -633,7 +647,7 @@ class Names:
         to = lambda s: remap_refs(s, {i: self.gold.get(i, 10**6+i) for i in answer_refs(s)})
         return dataclasses.replace(d, sub_question=to(d.sub_question), keywords=to(d.keywords), deps=tuple(self.gold.get(i, 10**6+i) for i in d.deps))
 
-# %% ../nbs/30_sft.ipynb #46b77977
+# %% ../nbs/30_sft.ipynb #c4cb21bf
 def ref_kind(
     phrase:str, # How a question refers to an earlier turn
 )->str: # `anchored` ("the city we found for X"), `type` ("that city"), `other` ("that founder")
@@ -664,7 +678,7 @@ def score_turn(
     out['edges'] = [(gold.turn-turn_of[e.dep], ref_kind(e.phrase), (k, e.dep) in found) for k,t in enumerate(gold.traces) for e in t.edges if e.cross_turn]
     return out
 
-# %% ../nbs/30_sft.ipynb #baf45c0a
+# %% ../nbs/30_sft.ipynb #bc03e8f3
 def _mean(xs):
     xs = list(xs)
     return sum(xs)/len(xs) if xs else None
@@ -684,7 +698,7 @@ def add_up(
                 keywords=sum(t['kw'] for t in turns)/max(1, total), **sums, by_distance=recall(lambda d, k: bin_name(d), [bin_name(d) for d in (1, 2, 3, 6, 11)]),
                 by_kind=recall(lambda d, k: k, ('type','anchored','other')))
 
-# %% ../nbs/30_sft.ipynb #c896a70b
+# %% ../nbs/30_sft.ipynb #5b6dbf29
 def gold_plans(dialogues):
     "Per dialogue and turn the gold drafts."
     return [[[t.draft for t in u.traces] for u in d.turns] for d in dialogues]
@@ -709,7 +723,7 @@ def score_drafts(
         out += [score_turn(u, p, turn_of) for u,p in zip(d.turns, ps)]
     return add_up(out)
 
-# %% ../nbs/30_sft.ipynb #4eb56d1c
+# %% ../nbs/30_sft.ipynb #9b8a44f6
 def _ask(gen, states, queries, ids):
     "Plans of several conversations; what is no plan is its `TraceError`."
     if hasattr(gen, 'generate_many'): return gen.generate_many(states, queries, ids)
@@ -750,7 +764,7 @@ def _gold_turn(gen, state, u, note):
     kw = dict(refs=note[0], memory=[note[1].get(t.id, ()) for t in u.traces]) if note else {}
     return gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **kw),u.traces[-1].id+1
 
-# %% ../nbs/30_sft.ipynb #57d474c3
+# %% ../nbs/30_sft.ipynb #81482f0f
 def score_plans(
     generator,           # Trace generator; one with `generate_many` plans many conversations at once
     dialogues,           # Annotated dialogues
@@ -784,7 +798,7 @@ def score_table(
     df['turns'] = df['turns'].astype(int)
     return df.rename_axis('system')
 
-# %% ../nbs/30_sft.ipynb #522f8712
+# %% ../nbs/30_sft.ipynb #963c0b0e
 def sft_card(
     recipe:Recipe,     # How it was trained
     about:dict,        # Name → value: data, seed, hash, steps, …
@@ -822,7 +836,7 @@ def save_generator(
     if most and size>most: raise SftError(f'{folder.name}: {size/1e6:.1f} MB, at most {most/1e6:.0f} MB may ship')
     return folder
 
-# %% ../nbs/30_sft.ipynb #a362d758
+# %% ../nbs/30_sft.ipynb #34215e39
 _inside = re.compile(r"(?<![.?!:] )(?<!^)\b[A-Z][\w'’-]*")
 
 def spoken(
@@ -837,7 +851,7 @@ def spoken(
         if lines: out += [plain(f'of {k}') for r,m in lines(d) for k in (*(k for k,_ in r), *(k for ks in m.values() for k in ks))]
     return out
 
-# %% ../nbs/30_sft.ipynb #450b4b2b
+# %% ../nbs/30_sft.ipynb #5136b7fd
 SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=8, wide=4, seed=0, single=4000, short=4000, long=4000, order='after', memory=True, keys='name type', tags=True, probes=True, words=8, slots=384, ids=256,
                     tokens=0, steps=0, rate=0., train_seed=42, decay='', induction=True, state=0, width=0, layers=0, head=0, link=0., note=0., batch_tokens=0, every=0, precision='', stages='',
                     start='', path='torch', dev_single=100, dev_short=40, dev_long=20, limit=0, quick=False, ultra=False, wordings=False, publish='', workers=1)
@@ -851,7 +865,7 @@ def _decay_ok(s):
 
 SFT_CHECKS = {k: _whole for k,v in SFT_DEFAULTS.items() if type(v) in (int, float)} | dict(worlds=lambda n: n>0 or 'must be above 0', decay=_decay_ok, start=_folder_ok)
 
-# %% ../nbs/30_sft.ipynb #f6a5730b
+# %% ../nbs/30_sft.ipynb #7249dd06
 def recipe_of(
     p, # Parameters, as `guard` gives them
 )->Recipe:

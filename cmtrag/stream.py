@@ -6,16 +6,16 @@
 __all__ = ['MEMORY_TOKENS', 'TAG_TOKEN', 'READ', 'WRITTEN', 'LINK', 'NOTE', 'PROBE', 'Layout', 'Scribe', 'token_texts', 'Lexicon',
            'StreamError', 'PlanGrammar', 'best', 'refused', 'FreePlan']
 
-# %% ../nbs/19_stream.ipynb #c30c37d2
+# %% ../nbs/19_stream.ipynb #6184ad8b
 import random, re
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Sequence
 import numpy as np
 from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS, Dialogue, TraceDraft, TraceError, answer_refs, escape_control, parse_plan, remap_refs, unescape_control
-from .checkpoints import TAG, CheckpointError, NeoXTokenizer, SlotTable, SlotTokenizer
+from .checkpoints import TAG, is_tag, CheckpointError, NeoXTokenizer, SlotTable, SlotTokenizer
 
-# %% ../nbs/19_stream.ipynb #d2a3ddc0
+# %% ../nbs/19_stream.ipynb #c4a4c23d
 @dataclass(frozen=True)
 class Layout:
     "How a turn is written down (Section B.1)."
@@ -26,7 +26,7 @@ class Layout:
 MEMORY_TOKENS,TAG_TOKEN = ('[Q]', '[REF]', '[MEM]'),'[=]'
 READ,WRITTEN,LINK,NOTE,PROBE = 0,1,2,3,4   # a token is read, or written by the model: as text, as a link to an earlier turn, in a memory line, as an exercise
 
-# %% ../nbs/19_stream.ipynb #19d15ab6
+# %% ../nbs/19_stream.ipynb #df220b09
 class Scribe:
     "Writes turns as ids, and reads plans back from them."
     def __init__(self,
@@ -49,7 +49,7 @@ class Scribe:
         r = k-(k-s)%self.ring if self.ring else s
         return r if 1<=r<k else 0
 
-# %% ../nbs/19_stream.ipynb #2e24cef2
+# %% ../nbs/19_stream.ipynb #a7336a96
 @patch
 def renumber(self:Scribe,
     text:str, # Text with references
@@ -70,7 +70,7 @@ def real(self:Scribe,
     if bad := [s for s,i in ids.items() if not i]: raise TraceError(f'refers to [A_{bad[0]}], which does not exist', f'[T_{k}]')
     return remap_refs(text, ids)
 
-# %% ../nbs/19_stream.ipynb #2a17389a
+# %% ../nbs/19_stream.ipynb #8095004f
 def _clean(text): return text.encode('utf-8', 'replace').decode('utf-8')     # half of a character (a lone surrogate) is none
 
 @patch
@@ -100,7 +100,7 @@ def number(self:Scribe, k):
     if s not in self._numbers: self._numbers[s] = tuple(self.tok.encode(f'[T_{s}]', self.tok.start())[0])
     return self._numbers[s]
 
-# %% ../nbs/19_stream.ipynb #88a17950
+# %% ../nbs/19_stream.ipynb #04505b4b
 @patch
 def plan(self:Scribe,
     drafts:Sequence[TraceDraft],    # The turn's drafts
@@ -132,7 +132,7 @@ def plan(self:Scribe,
     put([t('[/PLAN]')])
     return [i for i,_ in out], [READ if self.ring and i==self.tok.unk else k for i,k in out], table
 
-# %% ../nbs/19_stream.ipynb #668e10ad
+# %% ../nbs/19_stream.ipynb #a927a886
 @patch
 def _key(self:Scribe, put, key, table, new):
     "Write a key, and its tag when it has several tokens; the table after it."
@@ -156,7 +156,7 @@ def _kinds(self:Scribe, ids, k, first):
         return bool(m) and 0<self.trace(int(m[1]), k)<first
     return [(i, LINK if link(i) else WRITTEN) for i in ids]
 
-# %% ../nbs/19_stream.ipynb #6077e4d7
+# %% ../nbs/19_stream.ipynb #4347fdab
 @patch
 def turn(self:Scribe,
     query:str,                    # The user's question
@@ -196,6 +196,7 @@ def conversation(self:Scribe,
         out.append(([*ids, *(i for i,_ in more)], [*kinds, *(k for _,k in more)]))
     return out
 
+# %% ../nbs/19_stream.ipynb #9c3b36e2
 @patch
 def probes(self:Scribe,
     ids,        # A turn
@@ -207,10 +208,10 @@ def probes(self:Scribe,
     "Exercises in looking up: some tags of the conversation, each with the number that it must recall."
     t = self.tok.id(TAG_TOKEN)
     bound.update({ids[i+1]: ids[i+2] for i,x in enumerate(ids[:-2]) if x==t and ids[i+1]!=self.tok.unk})
-    live = [s for s in bound if table.words[s-self.tok.first_slot][:1]==TAG]
+    live = [s for s in bound if is_tag(table.words[s-self.tok.first_slot])]
     return [x for s in rng.sample(live, min(n, len(live))) for x in ((self.tok.id('[REF]'), READ), (t, READ), (s, READ), (bound[s], PROBE))]
 
-# %% ../nbs/19_stream.ipynb #b0539218
+# %% ../nbs/19_stream.ipynb #85783d5f
 def token_texts(
     tok, # `SlotTokenizer` or `NeoXTokenizer`
 )->list: # The text of each token; `None` for those that are no text
@@ -236,7 +237,7 @@ class Lexicon:
         self.marks = self.closing.copy()                       # tokens that can complete a reference
         if scribe.ring: self.marks[self.refs] = True
 
-# %% ../nbs/19_stream.ipynb #fc3a95aa
+# %% ../nbs/19_stream.ipynb #f4c211ae
 _live = re.compile(r'\[(?:/?PLAN|/?TRACE|SubQ|KW|DEP|Q|REF|MEM|T_[0-9]+|A_(?![1-9][0-9]{0,8}\])[0-9]+)\]')
 
 class StreamError(ValueError):
@@ -265,7 +266,7 @@ class PlanGrammar:
         "References that are used in the trace and are not among its dependencies yet."
         return [i for i in dict.fromkeys((*answer_refs(self.sub), *answer_refs(self.kw), *(answer_refs(self._real()) if self.state in ('sub','kw') else ()))) if i not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #883cb9f7
+# %% ../nbs/19_stream.ipynb #8d76ceef
 @patch
 def _text(self:PlanGrammar, *more): return self.lex.scribe.tok.decode([*self.field, *more], self.table)
 
@@ -291,7 +292,7 @@ def need(self:PlanGrammar)->int: # Tokens
     if self.state=='dep': return links()+2+(8 if self.prefix else 0)
     return {'mem':7, 'mem=':3, 'end':2, 'done':0}[self.state]
 
-# %% ../nbs/19_stream.ipynb #af30bb26
+# %% ../nbs/19_stream.ipynb #6b58c8cb
 @patch
 def options(self:PlanGrammar)->np.ndarray: # Boolean mask (rows of the head)
     "The tokens that may come next."
@@ -329,12 +330,12 @@ def _field_options(self:PlanGrammar, tight):
     m[ends] = self.full or self.state=='kw'
     return m
 
-# %% ../nbs/19_stream.ipynb #43944a32
+# %% ../nbs/19_stream.ipynb #21fa0ba2
 @patch
 def _slots(self:PlanGrammar):
     "Slots that hold a word may be written; tags are the runtime's."
     t,a = self.table,self.lex.scribe.tok
-    if t is not None: self.free[a.first_slot:a.first_slot+a.slots] = [w not in ('',) and w[0]!=TAG for w in t.words]
+    if t is not None: self.free[a.first_slot:a.first_slot+a.slots] = [bool(w) and not is_tag(w) for w in t.words]
 
 @patch
 def _key_ends(self:PlanGrammar):
@@ -355,7 +356,7 @@ def _numbers(self:PlanGrammar, only=None):
     js = self.near if self.prefix else range(max(1, self.k-(r.ring or self.k)+1), self.k) if only is None else only
     return [r.number(j) for j in js if j not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #17b5ba9a
+# %% ../nbs/19_stream.ipynb #7f285275
 @patch
 def push(self:PlanGrammar,
     i:int, # The token that was written
@@ -389,7 +390,7 @@ def _dep(self:PlanGrammar, seq): return next(j for j in range(self.k-1, 0, -1) i
 @patch
 def _open(self:PlanGrammar, state): self.state,self.field,self.solid = state,[],False
 
-# %% ../nbs/19_stream.ipynb #99293c50
+# %% ../nbs/19_stream.ipynb #f91304cc
 @patch
 def _push_field(self:PlanGrammar, i, name):
     if name=='[KW]' and self.state=='sub': self.sub = self._real(); self._open('kw')
@@ -424,7 +425,7 @@ def sound(self:PlanGrammar,
     if _live.search(text): return False
     return all(self.lex.scribe.trace(s, self.k) for s in answer_refs(text))
 
-# %% ../nbs/19_stream.ipynb #fead2490
+# %% ../nbs/19_stream.ipynb #39ead400
 def best(
     logits:np.ndarray, # Logits, −∞ where a token is not offered (vocabulary)
 )->int:
@@ -444,7 +445,7 @@ def choose(self:PlanGrammar,
         logits[i] = -np.inf
     raise StreamError(f'the model gave no usable number for any of the tokens that may come next (in {self.state!r} of trace {self.k})')
 
-# %% ../nbs/19_stream.ipynb #9b9eed19
+# %% ../nbs/19_stream.ipynb #5b8e7813
 def refused(
     lex:Lexicon,          # The vocabulary
     ids:Sequence[int],    # A plan as ids
@@ -458,7 +459,7 @@ def refused(
         g.push(i)
     return None if g.done else len(ids)
 
-# %% ../nbs/19_stream.ipynb #0a8db062
+# %% ../nbs/19_stream.ipynb #9bf871e5
 _lines = re.compile(r'\[(?:REF|MEM)\].*?(?=\[(?:REF|TRACE|/TRACE|/PLAN)\]|$)', re.S)
 
 class FreePlan:
@@ -467,22 +468,22 @@ class FreePlan:
     def __init__(self, lex:Lexicon, next_id:int, table=None, most:int=512):
         self.lex,self.first,self.k,self.table,self.left = lex,next_id,next_id,table,most
         self.ids,self.queue,self.done = [],[],False
-        self.marks = {*lex.id.values(), *(lex.refs if lex.refs is not None else ())}
+        self.key,self.new,self.refs = [],False,set() if lex.refs is None else {*map(int, lex.refs)}      # what a tag would stand for, and whether it may be new
     def choose(self, logits, pick=best):
         return self.queue[0] if self.queue else pick(np.where(np.arange(len(logits))<self.lex.known, logits, -np.inf))
     def push(self, i):
         self.ids.append(i); self.left -= 1
+        name = self.lex.name.get(i, '')
         if self.queue: self.queue.pop(0)
-        elif i==self.lex.id['[TRACE]']:
+        elif name=='[TRACE]':
             if self.lex.scribe.layout.ids: self.queue = list(self.lex.scribe.number(self.k))
             self.k += 1
-        if i==self.lex.id.get(TAG_TOKEN): self._tag()
-        self.done = i==self.lex.id['[/PLAN]'] or self.left<=0
-    def _tag(self):
-        at = max(n for n,i in enumerate(self.ids[:-1]) if i in self.marks) if any(i in self.marks for i in self.ids[:-1]) else -1
-        mem = [self.lex.name.get(i) for i in self.ids if self.lex.name.get(i) in ('[REF]','[MEM]','[TRACE]')][-1:]==['[MEM]']
-        s,self.table = self.lex.scribe.tag(self.ids[at+1:-1], self.table, mem)
-        self.queue = [s]
+        elif name==TAG_TOKEN:
+            s,self.table = self.lex.scribe.tag(self.key, self.table, self.new)
+            self.queue = [s]
+        if name in ('[REF]','[MEM]','[TRACE]'): self.new = name=='[MEM]'
+        self.key = [] if name or i in self.refs else [*self.key, i]
+        self.done = name=='[/PLAN]' or self.left<=0
     @property
     def drafts(self):
         "The drafts that were written; `TraceError` when it is no plan."
@@ -492,7 +493,7 @@ class FreePlan:
             out.append(TraceDraft(s.real(d.sub_question, k), s.real(d.keywords, k), d.deps).complete())
         return out
 
-# %% ../nbs/19_stream.ipynb #b3e44d81
+# %% ../nbs/19_stream.ipynb #6866a9d0
 @patch
 def _ring(self:FreePlan, text):
     "Parse a plan in the stream's numbers: each number is put in its place before the ids are checked."

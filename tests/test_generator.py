@@ -332,6 +332,29 @@ def test_a_state_with_tags_goes_on_elsewhere():
     assert back.table==s.table and sum(w[:1]==TAG for w in s.table.words)==2 and all(len(w)<=64 for w in s.table.words)
     assert gen.generate(s, 'what is that', 2)[0]==gen.generate(back, 'what is that', 2)[0]
 
+def test_an_equals_sign_is_a_word():
+    tok = vocabulary()
+    s = Scribe(tok, Layout(memory=True, tags=True))
+    _,t = s.prompt('who is a = b', tok.start())
+    g = PlanGrammar(Lexicon(s, tok.vocab_size), 1, t, 200)
+    assert g.free[t.words.index('=')+tok.first_slot]
+
+def test_a_free_plan_tags_what_stands_before():
+    tok = vocabulary()
+    s = Scribe(tok, Layout(memory=True, tags=True))
+    lex,(_,t) = Lexicon(s, tok.vocab_size),s.prompt('who is Zorbo', tok.start())
+    ids,_,after = s.plan([TraceDraft('who is Zorbo')], 1, t, memory=[['who', 'who is']])
+    again,_,last = s.plan([TraceDraft('who is Zorbo')], 2, after, refs=[('who is', 1)], memory=[['who is the']])
+    for k,x,t0,t1 in ((1, ids, t, after), (2, again, after, last)):
+        f = FreePlan(lex, k, t0, 200)
+        for i in x:
+            assert not f.queue or f.queue[0]==i
+            f.push(i)
+        assert f.done and f.table.words==t1.words
+    f = FreePlan(lex, 1, t, 200)
+    for name in ('[MEM]', '[=]'): f.push(lex.id[name])
+    assert f.queue==[tok.unk] and f.table==t                                 # nothing stands before
+
 def test_more_tags_than_slots():
     tok = vocabulary(slots=3)
     gen,s = StreamGenerator(ssm(tok.vocab_size), Scribe(tok, Layout(memory=True, tags=True))),None

@@ -223,3 +223,13 @@ def test_the_runs_parameters_are_those_of_the_notebook():
     got = {}
     exec(src[0], {}, got)
     assert got==SFT_DEFAULTS
+
+def test_a_recipe_lies_over_its_base(tmp_path, monkeypatch):
+    a,b = load_recipe('sft-small'),load_recipe('sft-small-finish')
+    assert (b.model, b.link, b.batch_tokens)==(a.model, a.link, a.batch_tokens) and (b.probed, list(b.stages))==(.25, ['finish'])
+    monkeypatch.setattr('cmtrag.profiles.params_folders', lambda: [tmp_path])
+    (tmp_path/'one.yaml').write_text('base: two\nrate: 1.0')
+    (tmp_path/'two.yaml').write_text('base: one')
+    with pytest.raises(ValueError, match='one.yaml: base leads back to itself: one → two → one'): load_recipe('one')
+    (tmp_path/'two.yaml').unlink()
+    with pytest.raises(ValueError, match='no parameter file two.yaml'): load_recipe('one')
