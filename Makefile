@@ -14,7 +14,7 @@ export PYTHONWARNINGS ?= ignore
 .PHONY: help setup eval train train-twin test soak lab export readme check clean
 help:
 	@echo 'make eval    run the evaluation on the embedded default and print the table (ARGS="-p limit 4" to change parameters)'
-	@echo 'make train   train the shipped trace generator again, from nothing and in two steps (about an hour on one core); make train-twin: its Transformer twin'
+	@echo 'make train   train the shipped trace generator again, from nothing (about 45 minutes on one core); make train-twin: its Transformer twin'
 	@echo 'make test    all tests; ends with N passed, M failed'
 	@echo 'make soak    the long fault, fuzz and endpoint runs'
 	@echo 'make lab     JupyterLab on the notebooks'
@@ -36,12 +36,10 @@ eval: setup
 	  | grep --line-buffered -Ev '^((Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|$$)'"
 
 KIND = $(if $(filter train-twin,$@),-p generator transformer)
-SFT  = $(BIN)/papermill nbs/43_sft.ipynb outputs/43_sft/_$(1).ipynb --log-output --no-progress-bar $(KIND) $(2) $(ARGS) 2>&1 \
-	  | grep --line-buffered -Ev '^((Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|$$)'
 train train-twin: setup
 	@mkdir -p outputs/43_sft
-	@bash -o pipefail -c "$(call SFT,first,-p limit 60)"
-	@bash -o pipefail -c "$(call SFT,last,-p recipe sft-small-finish -p start $$(grep -o 'folder: outputs/43_sft/[0-9a-f]*' outputs/43_sft/_first.ipynb | head -1 | cut -c9-)/generator -p limit 60 -p wordings True)"
+	@bash -o pipefail -c "$(BIN)/papermill nbs/43_sft.ipynb outputs/43_sft/_last.ipynb --log-output --no-progress-bar $(KIND) -p limit 60 -p wordings True $(ARGS) 2>&1 \
+	  | grep --line-buffered -Ev '^((Executing|Ending) Cell|<(IPython|Figure)|.*Kernel is running over TCP|$$)'"
 
 test: setup
 	@$(BIN)/python tests/all.py

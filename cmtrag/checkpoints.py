@@ -8,7 +8,7 @@ __all__ = ['MODEL_TYPE', 'SHAPE', 'LONGEST', 'TAG', 'PUNCTUATION', 'CheckpointEr
            'NeoXTokenizer', 'is_tag', 'SlotTable', 'table_bytes', 'pieces', 'SlotTokenizer', 'build_slots',
            'load_tokenizer']
 
-# %% ../nbs/18_checkpoints.ipynb #7480921a
+# %% ../nbs/18_checkpoints.ipynb #29ac5aba
 import hashlib, json, math, random, re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Iterable
 from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS
+from .keywords import STOP_WORDS
 
-# %% ../nbs/18_checkpoints.ipynb #78bf6176
+# %% ../nbs/18_checkpoints.ipynb #e0516a2d
 class CheckpointError(ValueError):
     "A checkpoint or tokenizer that cannot be used as it is; the message names the file, the field, and what is allowed."
 
-# %% ../nbs/18_checkpoints.ipynb #6a03cee0
+# %% ../nbs/18_checkpoints.ipynb #79e5be17
 def _read_json(f):
     "The mapping in a JSON file; `CheckpointError` for anything else."
     try: d = json.loads(f.read_bytes().decode('utf-8'))
@@ -33,12 +34,12 @@ def _read_json(f):
 def _whole(v, least=0): return type(v) is int and v>=least   # `True` is an int to Python
 def _list_of(v, t): return isinstance(v, (list, tuple)) and all(type(x) is t for x in v)
 
-# %% ../nbs/18_checkpoints.ipynb #7352abb8
+# %% ../nbs/18_checkpoints.ipynb #45b2ef82
 MODEL_TYPE = 'cmtrag_mamba2'
 SHAPE = dict(vocab_size=None, hidden_size=None, num_hidden_layers=None, state_size=128, expand=2, head_dim=64, n_groups=1, conv_kernel=4,
              norm_eps=1e-5, residual_in_fp32=True, tie_word_embeddings=True)
 
-# %% ../nbs/18_checkpoints.ipynb #56e8038e
+# %% ../nbs/18_checkpoints.ipynb #e7dfab55
 def _must(place, got, allowed):
     "Refuse every field of `got` that `allowed` lacks or that has another value than the allowed ones."
     for k,v in got.items():
@@ -46,7 +47,7 @@ def _must(place, got, allowed):
         ok = allowed[k]
         if ok is not Ellipsis and v not in ok: raise CheckpointError(f'{place}: {k}={v!r} cannot be represented, allowed: {" or ".join(map(repr, ok))}')
 
-# %% ../nbs/18_checkpoints.ipynb #93e66ce6
+# %% ../nbs/18_checkpoints.ipynb #7409f3ca
 _any,_none = ...,(None, [], {}, 0)
 _ss_outer = dict(d_model=_any, n_layer=_any, vocab_size=_any, ssm_cfg=_any, pad_vocab_size_multiple=_any, tie_embeddings=_any, residual_in_fp32=_any,
                  fused_add_norm=_any, rms_norm=(True,), d_intermediate=_none, attn_layer_idx=_none, attn_cfg=_none)
@@ -71,7 +72,7 @@ def from_state_spaces(
         state_size=s.get('d_state', 128), expand=s.get('expand', 2), head_dim=s.get('headdim', 64), n_groups=s.get('ngroups', 1), conv_kernel=s.get('d_conv', 4),
         residual_in_fp32=cfg.get('residual_in_fp32', True), tie_word_embeddings=cfg.get('tie_embeddings', True)), place)
 
-# %% ../nbs/18_checkpoints.ipynb #6d22dc33
+# %% ../nbs/18_checkpoints.ipynb #0f5b4574
 def check_shape(
     s:dict,                  # Fields of `SHAPE`
     place:str='config.json', # For messages
@@ -88,7 +89,7 @@ def check_shape(
     if inner//s['head_dim'] % s['n_groups']: raise CheckpointError(f"{place}: {inner//s['head_dim']} heads must be a multiple of n_groups = {s['n_groups']}")
     return s
 
-# %% ../nbs/18_checkpoints.ipynb #34953e4d
+# %% ../nbs/18_checkpoints.ipynb #ea57c4cc
 _hf_fixed = dict(hidden_act=('silu', 'swish'), use_bias=(False,), use_conv_bias=(True,), rms_norm=(True,))
 _hf_names = dict(layer_norm_epsilon='norm_eps')
 
@@ -107,7 +108,7 @@ def from_hf(
     if cfg.get('num_heads', 128)!=heads: raise CheckpointError(f"{place}: num_heads={cfg.get('num_heads', 128)} cannot be represented, allowed: expand × hidden_size / head_dim = {heads}")
     return s
 
-# %% ../nbs/18_checkpoints.ipynb #e5713315
+# %% ../nbs/18_checkpoints.ipynb #a1d55cb2
 def read_shape(
     folder, # A folder with `config.json`
 )->dict: # Fields of `SHAPE`
@@ -121,7 +122,7 @@ def read_shape(
     if kind is None and 'd_model' in cfg: return from_state_spaces(cfg)
     raise CheckpointError(f'{f.name}: model_type={kind!r} is not a Mamba-2; allowed: "mamba2", "{MODEL_TYPE}", or a state-spaces configuration (d_model, n_layer, ssm_cfg)')
 
-# %% ../nbs/18_checkpoints.ipynb #e2f55413
+# %% ../nbs/18_checkpoints.ipynb #927788b3
 def file_hash(
     p, # A file
 )->str: # Hex digits
@@ -155,7 +156,7 @@ def convert_bin(
     part.replace(dst)
     return dst
 
-# %% ../nbs/18_checkpoints.ipynb #0da33998
+# %% ../nbs/18_checkpoints.ipynb #e3103eeb
 def tensor_shapes(
     s:dict, # Fields of `SHAPE`
 )->dict: # Name → size
@@ -169,7 +170,7 @@ def tensor_shapes(
               p+'mixer.dt_bias':(h,), p+'mixer.A_log':(h,), p+'mixer.D':(h,), p+'mixer.norm.weight':(i,), p+'mixer.out_proj.weight':(d,i)}
     return r if s['tie_word_embeddings'] else r | {'lm_head.weight':(s['vocab_size'],d)}
 
-# %% ../nbs/18_checkpoints.ipynb #869b7616
+# %% ../nbs/18_checkpoints.ipynb #67441724
 def weight_files(
     folder,    # A checkpoint folder
     out=None,  # Where converted `.bin` files go; beside them when not given
@@ -204,7 +205,7 @@ def read_tensors(
     if bad := [k for k in want if tuple(got[k].shape)!=want[k]]: raise CheckpointError(f'{place}: {bad[0]} is {tuple(got[bad[0]].shape)}, the configuration asks for {want[bad[0]]}')
     return got
 
-# %% ../nbs/18_checkpoints.ipynb #b37bbf8f
+# %% ../nbs/18_checkpoints.ipynb #c8cfb08a
 class NeoXTokenizer:
     "GPT-NeoX ids plus the seven structural tokens (Section B.1). It has no table: `start()` is `None`."
     def __init__(self,
@@ -247,7 +248,7 @@ class NeoXTokenizer:
             if t: out.append(t)
         return ' '.join(out)
 
-# %% ../nbs/18_checkpoints.ipynb #a0d7e846
+# %% ../nbs/18_checkpoints.ipynb #af6c7429
 LONGEST = 64   # Letters of a word that can have a slot
 TAG = '='      # Begins the entry of a key in a table: no longer word of a text begins with it
 
@@ -267,14 +268,14 @@ class SlotTable:
     def nbytes(self): return len(json.dumps(self.dump()))    # As it is saved
     def dump(self): return dict(words=list(self.words), last=list(self.last), order=list(self.order), tick=self.tick, evicted=self.evicted, lost=self.lost)
 
-# %% ../nbs/18_checkpoints.ipynb #17a55449
+# %% ../nbs/18_checkpoints.ipynb #a171c56b
 def table_bytes(
     slots:int, # Slots of the table
 )->int: # Bytes
     "What a table can take at most when it is saved, whatever was said, for as many texts as 64 bits can count."
     return slots*(12*LONGEST+4 + 22 + len(str(slots))+2) + 3*20 + 100
 
-# %% ../nbs/18_checkpoints.ipynb #6ce57cb7
+# %% ../nbs/18_checkpoints.ipynb #1a060e89
 _control = re.compile(r'\[(?:/?(?:PLAN|TRACE)|SubQ|KW|DEP|[TA]_[1-9][0-9]{0,8})\]')   # ids as `00_traces` has them
 _piece   = re.compile(rf"{_control.pattern}|\w+(?:[-'’](?!s\b)\w+)*|['’]s\b|\S")
 _left,_right = set("?.,;:!)%'’") | {"'s", "’s"}, set('(')
@@ -286,8 +287,8 @@ def pieces(
     "Cut text into words, punctuation marks and control tokens."
     return [(m[0], m.start()>0 and text[m.start()-1].isspace()) for m in _piece.finditer(text)]
 
-# %% ../nbs/18_checkpoints.ipynb #7f6426c4
-def _is_word(w): return len(w)<=LONGEST and [p for p,_ in pieces(w)]==[w] and not _control.fullmatch(w)
+# %% ../nbs/18_checkpoints.ipynb #e5a08a53
+def _is_word(w): return len(w)<=LONGEST and ' '.join(p for p,_ in pieces(w))==w and not _control.search(w)
 
 @patch(cls_method=True)
 def load(cls:SlotTable,
@@ -302,13 +303,13 @@ def load(cls:SlotTable,
     for k,t in dict(words=str, last=int, order=int).items():
         if not _list_of(d[k], t) or len(d[k])!=len(d['words']): no(k, f'must be a list of {t.__name__}, one for each slot')
     used = [w for w in d['words'] if w]
-    if bad := [w for w in used if not (_is_word(w) or is_tag(w) and len(w)<=LONGEST)]: no('words', f'holds {bad[0]!r:.80}, which is not one word of at most {LONGEST} letters')
+    if bad := [w for w in used if not (_is_word(w) or is_tag(w) and len(w)<=LONGEST)]: no('words', f'holds {bad[0]!r:.80}, which is no word or name of at most {LONGEST} letters')
     if len(set(used))<len(used): no('words', 'holds a word twice')
     if sorted(d['order'])!=list(range(len(d['order']))): no('order', 'must name every slot once')
     if any(not -1<=i<=d['tick'] for i in d['last']): no('last', f"must lie between -1 and tick = {d['tick']}")
     return cls(**{k:tuple(v) if isinstance(v, (list, tuple)) else v for k,v in d.items()})
 
-# %% ../nbs/18_checkpoints.ipynb #414a8bda
+# %% ../nbs/18_checkpoints.ipynb #8bd4c074
 class SlotTokenizer:
     "A few hundred words; every other word becomes a slot of the conversation's table."
     def __init__(self,
@@ -316,8 +317,9 @@ class SlotTokenizer:
         ids:int=256,                    # `[T_k]` and `[A_k]` for k = 1 … ids
         slots:int=128,                  # Words outside the vocabulary that a conversation can hold at once
         extra:Iterable[str]=('[Q]',),   # Tokens that only the runtime feeds
+        names:bool=False,               # Does a name of several words have one slot? (no: one for each word)
     ):
-        self.ids,self.slots,self.extra = ids,slots,tuple(extra)
+        self.ids,self.slots,self.extra,self.names = ids,slots,tuple(extra),names
         self.words = tuple(dict.fromkeys([*PUNCTUATION, *words]))
         if bad := [w for w in self.words if [p for p,_ in pieces(w)]!=[w] or _control.fullmatch(w)]: raise CheckpointError(f'{bad[0]!r} is not one word')
         fixed = ('[PAD]', '[UNK]', '[+]', '[_]', *self.extra, *STRUCTURAL_TOKENS, *(f'[{c}_{k}]' for c in 'TA' for k in range(1, ids+1)))
@@ -338,7 +340,7 @@ class SlotTokenizer:
         if rng: rng.shuffle(order)
         return SlotTable(('',)*self.slots, (-1,)*self.slots, tuple(order))
 
-# %% ../nbs/18_checkpoints.ipynb #8f0559bb
+# %% ../nbs/18_checkpoints.ipynb #e96ad63d
 @patch
 def assign(self:SlotTokenizer,
     words:Iterable[str], # Words outside the vocabulary
@@ -359,7 +361,48 @@ def assign(self:SlotTokenizer,
         ws[i],last[i] = w,tick
     return SlotTable(tuple(ws), tuple(last), t.order, tick, ev, lost)
 
-# %% ../nbs/18_checkpoints.ipynb #67c7b46e
+# %% ../nbs/18_checkpoints.ipynb #0c8041ba
+_within = frozenset('of the for de la du von van'.split())     # `keywords` keeps these inside a name
+
+@patch
+def _name(self:SlotTokenizer, ps, i):
+    "How many pieces from `i` on are one name by their spelling; 0 when none begins there."
+    w = ps[i][0]
+    first = i==0 or ps[i-1][0] in '.?!:;"'
+    if not w[0].isupper() or first and ({w, w.lower()} & self._words.keys() or w.lower() in STOP_WORDS): return 0
+    n = j = i+1
+    while j<len(ps) and ps[j][1] and (w := ps[j][0]):
+        if w[0].isupper() or w[0].isdigit() and j==n: n = j = j+1
+        elif w in _within: j += 1
+        else: break
+    return n-i
+
+@patch
+def _listed(self:SlotTokenizer, ps, i, known):
+    "How many pieces from `i` on are a name of the table."
+    fits = lambda k: ps[i:i+len(k)] and [w for w,_ in ps[i:i+len(k)]]==k and all(s for _,s in ps[i+1:i+len(k)])
+    return max((len(k) for k in known.get(ps[i][0], ()) if fits(k)), default=0)
+
+# %% ../nbs/18_checkpoints.ipynb #dbe5eb60
+@patch
+def split(self:SlotTokenizer,
+    text:str,      # Any text
+    t:SlotTable,   # The table so far
+    new:bool=True, # Find names that the table does not hold?
+)->list[tuple[str,bool]]: # As from `pieces`, with a name in one
+    "Cut text into words, names, punctuation marks and control tokens."
+    ps,out,i,known = pieces(text),[],0,{}
+    if not self.names: return ps
+    for w in t.words:
+        if ' ' in w and not is_tag(w): known.setdefault(w.split(' ', 1)[0], []).append(w.split(' '))
+    while i<len(ps):
+        n = max(1, self._name(ps, i) if new else 0, self._listed(ps, i, known))
+        w = ' '.join(p for p,_ in ps[i:i+n])
+        if len(w)>LONGEST: w,n = ps[i][0],1
+        out.append((w, ps[i][1])); i += n
+    return out
+
+# %% ../nbs/18_checkpoints.ipynb #b28893e1
 def _kind(w): return w if w in _left or w in _right else ''
 def _spaced(a, b):
     "Does the rule put a space between pieces `a` and `b`?"
@@ -369,9 +412,10 @@ def _spaced(a, b):
 def encode(self:SlotTokenizer,
     text:str,     # Any text
     t:SlotTable,  # The table so far
+    new:bool=True,# Find new names? See `split`
 )->tuple[list[int],SlotTable]: # Ids, and the table with the text's new words
     "Text → ids; `CheckpointError` for a trace id beyond the vocabulary."
-    ps = pieces(text)
+    ps = self.split(text, t, new)
     t = self.assign([w for w,_ in ps if w not in self._words and not _control.fullmatch(w)], t)
     at,ids,prev = {w:i for i,w in enumerate(t.words) if w},[],None
     for w,space in ps:
@@ -382,7 +426,7 @@ def encode(self:SlotTokenizer,
         prev = w
     return ids, t
 
-# %% ../nbs/18_checkpoints.ipynb #76e7df13
+# %% ../nbs/18_checkpoints.ipynb #11cea2d7
 @patch
 def decode(self:SlotTokenizer,
     ids:Iterable[int], # Ids
@@ -408,7 +452,7 @@ def touch(self:SlotTokenizer,
     used = {i-self.first_slot for i in ids if 0<=i-self.first_slot<self.slots and t.words[i-self.first_slot]}
     return replace(t, tick=t.tick+1, last=tuple(t.tick+1 if i in used else l for i,l in enumerate(t.last)))
 
-# %% ../nbs/18_checkpoints.ipynb #e54f1ee6
+# %% ../nbs/18_checkpoints.ipynb #9609d682
 @patch
 def tag(self:SlotTokenizer,
     key:str,       # A key of several words
@@ -421,13 +465,13 @@ def tag(self:SlotTokenizer,
     if new or w in t.words: t = self.assign([w], t)
     return (self.first_slot+t.words.index(w) if w in t.words else self.unk), t
 
-# %% ../nbs/18_checkpoints.ipynb #b203a866
+# %% ../nbs/18_checkpoints.ipynb #2e68c769
 @patch
 def unknown_share(self:SlotTokenizer,
     text:str, # A question
 )->float: # 0 to 1
     "Share of the words of `text` that are outside the vocabulary."
-    ws = [w for w,_ in pieces(text) if w not in PUNCTUATION and not _control.fullmatch(w)]
+    ws = [w for w,_ in self.split(text, self.start()) if w not in PUNCTUATION and not _control.fullmatch(w)]
     return sum(w not in self._words for w in ws)/len(ws) if ws else 0.
 
 @patch
@@ -435,7 +479,7 @@ def save(self:SlotTokenizer,
     folder, # A checkpoint folder
 ):
     "Write `slot_tokenizer.json`."
-    d = dict(words=list(self.words[len(PUNCTUATION):]), ids=self.ids, slots=self.slots, extra=list(self.extra))
+    d = dict(words=list(self.words[len(PUNCTUATION):]), ids=self.ids, slots=self.slots, extra=list(self.extra)) | (dict(names=True) if self.names else {})
     (Path(folder)/'slot_tokenizer.json').write_text(json.dumps(d, ensure_ascii=False, indent=0), encoding='utf-8')
 
 def build_slots(
@@ -447,16 +491,17 @@ def build_slots(
     c = Counter(w for t in texts for w in {w for w,_ in pieces(t) if not _control.fullmatch(w)})
     return SlotTokenizer([w for w,n in sorted(c.items(), key=lambda x: (-x[1], x[0])) if n>=at_least], **kw)
 
-# %% ../nbs/18_checkpoints.ipynb #f0feb8ee
+# %% ../nbs/18_checkpoints.ipynb #b444a195
 def _slot_fields(d, place, rows):
     "Check what `slot_tokenizer.json` holds."
     def no(k, why): raise CheckpointError(f'{place}: {k} {why}')
     names = ('words', 'ids', 'slots', 'extra')
-    if odd := [k for k in (*names, *d) if (k in d)!=(k in names)]: no(repr(odd[0]), 'is unknown' if odd[0] in d else 'is missing')
+    if odd := [k for k in (*names, *d) if k!='names' and (k in d)!=(k in names)]: no(repr(odd[0]), 'is unknown' if odd[0] in d else 'is missing')
     for k in ('words', 'extra'):
         if not _list_of(d[k], str): no(k, f'must be a list of strings, not {d[k]!r:.40}')
     for k,least in dict(ids=2, slots=1).items():
         if not _whole(d[k], least): no(k, f'must be a whole number, at least {least}, not {d[k]!r:.40}')
+    if type(d.get('names', False)) is not bool: no('names', f"must be true or false, not {d['names']!r:.40}")
     if bad := [w for w in d['words'] if [p for p,_ in pieces(w)]!=[w] or _control.fullmatch(w)]: no('words', f'holds {bad[0]!r:.80}, which is not one word')
     if len({*d['words'], *PUNCTUATION})<len(d['words'])+len(PUNCTUATION): no('words', 'holds a word twice, or a punctuation mark')
     n = 4+len(d['extra'])+len(STRUCTURAL_TOKENS)+2*d['ids']+d['slots']+len(PUNCTUATION)+len(d['words'])    # before anything of that size is made

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'SFT_DEFAULTS', 'SFT_CHECKS', 'SftError', 'Stage', 'Recipe', 'load_recipe', 'check_recipe', 'encode_dialogue',
-           'move', 'TurnStream', 'pack', 'plan_batches', 'plan_logits', 'plan_losses', 'new_model', 'new_twin',
+           'move', 'bare', 'TurnStream', 'pack', 'plan_batches', 'plan_logits', 'plan_losses', 'new_model', 'new_twin',
            'Batches', 'PlanTrainer', 'validation_loss', 'last_checkpoint', 'read_curve', 'Diary', 'quiet', 'go_on',
            'train_phase', 'lora_count', 'adapt', 'check_adapted', 'merge', 'weights_of', 'save_phase', 'load_phase',
            'train_generator', 'structural_rows', 'Names', 'ref_kind', 'score_turn', 'add_up', 'gold_plans',
            'previous_plans', 'score_drafts', 'score_plans', 'score_table', 'sft_card', 'save_generator', 'spoken',
            'recipe_of']
 
-# %% ../nbs/30_sft.ipynb #8d0a57e4
+# %% ../nbs/30_sft.ipynb #21cd9923
 import dataclasses, hashlib, json, math, random, re, shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,11 +35,11 @@ from .twin import TwinLM, twin_config
 from .generator import write_layout
 from .profiles import check_keys, read_params, shipped_generators
 
-# %% ../nbs/30_sft.ipynb #91a034a3
+# %% ../nbs/30_sft.ipynb #2448663a
 class SftError(ValueError):
     "A recipe that can't be used, or a training that went wrong; the message says where and what to change."
 
-# %% ../nbs/30_sft.ipynb #2b2db28e
+# %% ../nbs/30_sft.ipynb #ce5c83d1
 @dataclass(frozen=True)
 class Stage:
     "One stage of the curriculum (Section B.3, Table 8)."
@@ -48,6 +48,7 @@ class Stage:
     replay:dict=field(default_factory=dict)  # Kind of dialogue → so many, drawn once
     share:float=0.      # Of the tokens of the whole training (when they are counted)
     max_length:int=1024 # Longest example; a longer dialogue loses its first turns
+    probed:float=1.     # Share of its examples that have exercises
     rate:float=0.       # Highest learning rate (when it is the stage's own)
     epochs:int=0        # How often everything is seen (when tokens are not counted)
     batch:int=1         # Examples of a batch, then
@@ -57,7 +58,7 @@ class Stage:
     dropout:float=0.    # In front of them
     fresh:bool=True     # New adapters, the old ones merged? Or go on with them?
 
-# %% ../nbs/30_sft.ipynb #3198dba1
+# %% ../nbs/30_sft.ipynb #f8e233e8
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides how a generator is trained."
@@ -85,7 +86,6 @@ class Recipe:
     note:float=1.            # Weight of a token of a memory line
     probes:int=0             # Exercises in looking up behind each turn (with tags)
     probe:float=1.           # Weight of what they recall
-    probed:float=1.          # Share of the dialogues that have them
     move_ids:bool=False      # Start trace numbers anywhere
     move_slots:bool=False    # Give out slots in another order each time
     most_steps:int=0         # No more steps than these in a phase (to measure speed); 0: all
@@ -98,7 +98,7 @@ class Recipe:
     @property
     def hash(self): return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #9cc791bb
+# %% ../nbs/30_sft.ipynb #9a1e74f5
 def _defaults(cls):
     blank = lambda f: f.default if f.default is not dataclasses.MISSING else {}
     return {f.name: blank(f) for f in dataclasses.fields(cls) if f.name!='name'}
@@ -129,7 +129,7 @@ def check_recipe(
         need((r.rate if r.one_schedule else s.rate)>0, f'stage {s.name}: has no learning rate')
     return r
 
-# %% ../nbs/30_sft.ipynb #ac6bbe33
+# %% ../nbs/30_sft.ipynb #75a2ecfe
 def _lengths(turns): return np.array([len(ids) for ids,_ in turns])
 
 def _lost(scribe, d, first):
@@ -137,7 +137,7 @@ def _lost(scribe, d, first):
     if not scribe.ring: return set()
     return {scribe.tok.id(f'[{c}_{scribe.symbol(k)}]') for c in 'TA' for k in range(1, first)}-{scribe.tok.id(f'[{c}_{scribe.symbol(t.id)}]') for c in 'TA' for t in d.traces}
 
-# %% ../nbs/30_sft.ipynb #b4ff57d2
+# %% ../nbs/30_sft.ipynb #d1fa148b
 def encode_dialogue(
     scribe:Scribe,       # How turns are written
     d:Dialogue,          # Annotated dialogue
@@ -161,7 +161,7 @@ def encode_dialogue(
         kinds[at],gone = READ,int(at.sum())
     return ids, kinds, cut, gone
 
-# %% ../nbs/30_sft.ipynb #8ae4facb
+# %% ../nbs/30_sft.ipynb #90ba090c
 def move(
     scribe:Scribe,             # How turns are written
     offset:int=0,              # Added to all trace numbers
@@ -176,7 +176,17 @@ def move(
     if order is not None: t[tok.first_slot:tok.first_slot+tok.slots] = tok.first_slot+np.asarray(order)
     return t
 
-# %% ../nbs/30_sft.ipynb #2b00c9e5
+# %% ../nbs/30_sft.ipynb #f81c7615
+def bare(
+    ids:np.ndarray,   # An example
+    kinds:np.ndarray, # What each of its tokens is
+)->tuple[np.ndarray,np.ndarray]: # ids, kinds
+    "The example without its exercises, of which each has four tokens."
+    keep = np.ones(len(ids), bool)
+    for j in range(4): keep[np.flatnonzero(kinds==PROBE)-j] = False
+    return ids[keep], kinds[keep]
+
+# %% ../nbs/30_sft.ipynb #a8ccdfdc
 KINDS = ('single','short','long','ultra')
 
 class TurnStream:
@@ -193,13 +203,13 @@ class TurnStream:
         self.items,self.counts = {},{}
         lines = lines if scribe.layout.memory else None
         for k in (k for k in dialogues if self.most[k]):
-            es = [encode_dialogue(scribe, d, self.most[k], lines, recipe.probes*(random.Random(f'probed {d.id}').random()<recipe.probed)) for d in progress(dialogues[k], desc=f'encode {k}', every=20.)]
+            es = [encode_dialogue(scribe, d, self.most[k], lines, recipe.probes) for d in progress(dialogues[k], desc=f'encode {k}', every=20.)]
             self.items[k] = [e[:2] for e in es]
             self.counts[k] = dict(dialogues=len(es), tokens=sum(len(e[0]) for e in es), longest=max((len(e[0]) for e in es), default=0),
                                   shortened=sum(e[2]>0 for e in es), turns_lost=sum(e[2] for e in es), references_lost=sum(e[3] for e in es))
         self.weight = np.array([0., 1., recipe.link, recipe.note, recipe.probe], np.float32)
 
-    def sizes(self): return {k: [len(i) for i,_ in es] for k,es in self.items.items()}
+    def sizes(self): return {k+b: [len(i)-4*int((w==PROBE).sum())*len(b) for i,w in es] for k,es in self.items.items() for b in ('','-')}
     @property
     def hash(self):
         "12 hexadecimal digits of everything that is to be learnt."
@@ -208,18 +218,18 @@ class TurnStream:
             for i,w in es: h.update(k.encode()+i.tobytes()+w.tobytes())
         return h.hexdigest()[:12]
 
-# %% ../nbs/30_sft.ipynb #5eee9ac3
+# %% ../nbs/30_sft.ipynb #1d15cd06
 @patch
 def example(self:TurnStream,
-    kind:str,  # Of the dialogue
+    kind:str,  # Of the dialogue, `-` behind it: without exercises
     i:int,     # Which one
     use:int=0, # How often it was used before: decides its numbers and slots
 )->tuple[np.ndarray,np.ndarray]: # ids, kinds
     "A dialogue as it is used for the `use`-th time."
-    ids,kinds = self.items[kind][i]
-    r,s = self.recipe,self.scribe
+    name,r,s = kind.rstrip('-'),self.recipe,self.scribe
+    ids,kinds = self.items[name][i] if name==kind else bare(*self.items[name][i])
     if not (self.moving and s.ring and (r.move_ids or r.move_slots)): return ids, kinds
-    rng = np.random.default_rng([r.seed, KINDS.index(kind), use, i])
+    rng = np.random.default_rng([r.seed, KINDS.index(name), use, i])
     offset,order = int(rng.integers(s.ring)),rng.permutation(s.tok.slots)
     return move(s, offset*r.move_ids, order if r.move_slots else None)[ids], kinds
 
@@ -237,7 +247,7 @@ def batch(self:TurnStream,
     targets = np.where(kinds==READ, -100, shift(ids))
     return {k: torch.from_numpy(v) for k,v in dict(ids=ids, targets=targets, weights=self.weight[kinds], kinds=kinds).items()}
 
-# %% ../nbs/30_sft.ipynb #00a14e78
+# %% ../nbs/30_sft.ipynb #1edd0b72
 @patch
 def save(self:TurnStream,
     path, # File to write
@@ -266,7 +276,7 @@ def load(cls:TurnStream,
             if s.counts[k]['dialogues']: s.items[k] = list(zip(*(np.split(f.get_tensor(f'{n}.{k}'), f.get_tensor(f'lengths.{k}').cumsum()[:-1]) for n in ('ids','kinds'))))
     return s
 
-# %% ../nbs/30_sft.ipynb #f507f248
+# %% ../nbs/30_sft.ipynb #d1068c33
 def _endless(kind, n, seed):
     "(kind, number, use) for ever: every dialogue once, in a new order, then again."
     use = 0
@@ -294,12 +304,13 @@ def pack(
         out.append(batch)
     return out
 
-# %% ../nbs/30_sft.ipynb #04dfc241
+# %% ../nbs/30_sft.ipynb #a2211c4d
 def _by_tokens(stage, recipe, sizes, flows, rng):
-    out = []
+    out,dice = [],random.Random(f'{recipe.seed}/{stage.name}/probed')
+    def example(kind, i, use): return (kind if dice.random()<stage.probed else f'{kind}-',i,use)
     for kind,part in stage.mix.items():
         items,left = [],recipe.tokens*stage.share*part/sum(stage.mix.values())
-        while left>0: items.append(x := next(flows[kind])); left -= sizes[x[0]][x[1]]
+        while left>0: items.append(x := example(*next(flows[kind]))); left -= sizes[x[0]][x[1]]
         out += pack(items, sizes, recipe.batch_tokens)
     rng.shuffle(out)
     return out
@@ -323,7 +334,7 @@ def plan_batches(
     flows,make = {k: _endless(k, len(sizes[k]), recipe.seed) for k in need},_by_tokens if recipe.tokens else _by_epochs
     return [cap([b for s in phase for b in make(s, recipe, sizes, flows, random.Random(f'{recipe.seed}/{s.name}'))], phase[0]) for phase in recipe.phases]
 
-# %% ../nbs/30_sft.ipynb #e6983242
+# %% ../nbs/30_sft.ipynb #1717545b
 def plan_logits(
     model,               # `Mamba2LM`, one with adapters, or its Transformer twin
     ids:torch.Tensor,    # (batch, length)
@@ -345,7 +356,7 @@ def plan_losses(
     right = None if torch.is_grad_enabled() else logits.argmax(-1)==t              # only looked at when nothing is trained
     return F.cross_entropy(logits, t, reduction='none'), batch['weights'][at], batch['kinds'][at], right
 
-# %% ../nbs/30_sft.ipynb #2a8412d7
+# %% ../nbs/30_sft.ipynb #ab74dd39
 def new_model(
     recipe:Recipe, # Says its shape
     vocab:int,     # Tokens
@@ -356,7 +367,7 @@ def new_model(
         torch.manual_seed(recipe.seed)
         return Mamba2LM(MambaConfig(vocab_size=-(-vocab//8)*8, **{**recipe.model, **changes}))
 
-# %% ../nbs/30_sft.ipynb #2382c7cf
+# %% ../nbs/30_sft.ipynb #ce7296eb
 def new_twin(
     recipe:Recipe, # Says the Mamba-2's shape
     vocab:int,     # Tokens
@@ -368,7 +379,7 @@ def new_twin(
         torch.manual_seed(recipe.seed)
         return TwinLM.fresh(c).model
 
-# %% ../nbs/30_sft.ipynb #0303917c
+# %% ../nbs/30_sft.ipynb #2d5ef51d
 class Batches(torch.utils.data.Dataset):
     "Batches in the order laid down."
     def __init__(self, stream, batches): self.stream,self.batches = stream,batches
@@ -390,8 +401,8 @@ class PlanTrainer(Trainer):
         if not torch.isfinite(loss): raise SftError(f'step {self.state.global_step+1}: the loss is {loss.item()}; lower the learning rate ({self._get_learning_rate():.2g}) or use precision fp32')
         return loss
 
-# %% ../nbs/30_sft.ipynb #1f6d0364
-_names = {WRITTEN:'text', LINK:'link', NOTE:'note', PROBE:'probe'}
+# %% ../nbs/30_sft.ipynb #305028d8
+_names = {WRITTEN:'text', LINK:'link', NOTE:'note'}
 
 @torch.no_grad()
 def validation_loss(
@@ -401,16 +412,16 @@ def validation_loss(
     budget:int=4096,# Tokens of a batch
     device=None,    # Of the model
 )->dict: # `loss` over all targets; `text`, `link`, `note` over those of a kind; `link_right`, a share
-    "Loss on the plans of held-out dialogues."
+    "Loss on the plans of held-out dialogues, without exercises."
     sizes,was = stream.sizes(),model.training
     got,model = [],model.eval()
-    for b in pack([(k,i,0) for k in kinds for i in range(len(sizes.get(k, ())))], sizes, budget, pool=10**6):
+    for b in pack([(f'{k}-',i,0) for k in kinds for i in range(len(sizes.get(k, ())))], sizes, budget, pool=10**6):
         l,_,k,ok = plan_losses(model, {n: t.to(device) if device else t for n,t in stream.batch(b).items()})
         got.append(torch.stack([l.double(), k.double(), ok.double()]).cpu())
     model.train(was)
     l,k,ok = torch.cat(got, 1).numpy()
-    out = dict(loss=l[k!=PROBE].mean()) | {n: l[k==j].mean() for j,n in _names.items() if (k==j).any()}
-    return {n: float(v) for n,v in (out | {f'{_names[j]}_right': ok[k==j].mean() for j in (LINK, PROBE) if (k==j).any()}).items()}
+    out = dict(loss=l.mean()) | {n: l[k==j].mean() for j,n in _names.items() if (k==j).any()} | ({'link_right': ok[k==LINK].mean()} if (k==LINK).any() else {})
+    return {n: float(v) for n,v in out.items()}
 
 @patch
 def evaluate(self:PlanTrainer, *args, **kw):
@@ -419,7 +430,7 @@ def evaluate(self:PlanTrainer, *args, **kw):
     self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, v)
     return v
 
-# %% ../nbs/30_sft.ipynb #0b6dd775
+# %% ../nbs/30_sft.ipynb #2a24bac3
 def last_checkpoint(
     folder, # Of the trainer
 )->Path|None:
@@ -442,7 +453,7 @@ def read_curve(
     p = Path(folder)/'curve.jsonl'
     return [json.loads(l) for l in p.read_text(encoding='utf-8').splitlines()] if p.exists() else []
 
-# %% ../nbs/30_sft.ipynb #a6051c84
+# %% ../nbs/30_sft.ipynb #b792f3d3
 class Diary(TrainerCallback):
     "Writes the curve, shows progress, marks complete checkpoints."
     def __init__(self, folder, phase, tokens, every):
@@ -465,7 +476,7 @@ class Diary(TrainerCallback):
         if 'eval_loss' in logs: print(f"step {state.global_step}: validation " + ' · '.join(f'{k[5:]} {v:.4f}' for k,v in logs.items() if k.startswith('eval_')) + f" · {rec['rate']:.0f} tokens/s", flush=True)
     def on_save(self, args, state, control, **kw): (Path(args.output_dir)/f'checkpoint-{state.global_step}'/'complete').touch()
 
-# %% ../nbs/30_sft.ipynb #7354379a
+# %% ../nbs/30_sft.ipynb #74a0b644
 @contextmanager
 def quiet():
     "No progress bars and no remarks of `transformers`, only errors (it wonders about the head, which is the embedding and not saved twice)."
@@ -489,7 +500,7 @@ def _arguments(recipe, phase, folder, steps):
         load_best_model_at_end=True, metric_for_best_model='loss', greater_is_better=False, logging_steps=min(10, recipe.every), logging_nan_inf_filter=False,
         disable_tqdm=True, report_to='none', remove_unused_columns=False, dataloader_pin_memory=False, use_cpu=not torch.cuda.is_available())
 
-# %% ../nbs/30_sft.ipynb #9be866d3
+# %% ../nbs/30_sft.ipynb #0ec70841
 def go_on(
     t:Trainer,         # Its output folder has the checkpoints, if there are any
     diary:Diary,       # Writes the curve
@@ -504,7 +515,7 @@ def go_on(
     with quiet(): t.train(resume_from_checkpoint=str(at) if at else None)
     return dict(steps=t.state.global_step, resumed_at=int(at.name.split('-')[1]) if at else 0)
 
-# %% ../nbs/30_sft.ipynb #e48e0ac1
+# %% ../nbs/30_sft.ipynb #2c8bdcfe
 def train_phase(
     model,          # Trained in place
     recipe:Recipe,  # How
@@ -525,7 +536,7 @@ def train_phase(
     went = go_on(t, Diary(folder, number, tokens, every), recipe.checkpointing)
     return went | dict(tokens=sum(tokens), best_loss=t.state.best_metric, best_step=t.state.best_global_step)
 
-# %% ../nbs/30_sft.ipynb #34882817
+# %% ../nbs/30_sft.ipynb #cc4b0991
 def lora_count(
     c:MambaConfig, # Shape of the model
     rank:int,      # Of the adapters
@@ -555,7 +566,7 @@ def check_adapted(m, c, rank, rows):
     if n!=want: raise SftError(f'{n:,} parameters would be trained, expected {want:,} (adapters of rank {rank} on {" and ".join(LORA_TARGETS)}, {rows} rows)')
     return m
 
-# %% ../nbs/30_sft.ipynb #18c43994
+# %% ../nbs/30_sft.ipynb #c57524aa
 @torch.no_grad()
 def merge(
     model,              # With adapters
@@ -573,7 +584,7 @@ def merge(
     if not off<most: raise SftError(f'merging changes logits by {off:.2g} of the largest, allowed {most:g}')
     return m
 
-# %% ../nbs/30_sft.ipynb #aea25ccf
+# %% ../nbs/30_sft.ipynb #605d3bab
 def weights_of(
     model,              # A model; its head may be its embedding
     to=torch.float32,   # Type of floating numbers
@@ -602,7 +613,7 @@ def load_phase(model, work, fresh):
     load_model(model, work/'model.safetensors', strict=False)
     return model
 
-# %% ../nbs/30_sft.ipynb #19f782ef
+# %% ../nbs/30_sft.ipynb #11a59944
 def train_generator(
     model,             # `Mamba2LM` (or its Transformer twin); trained in place unless adapters come and go
     recipe:Recipe,     # How
@@ -636,7 +647,7 @@ def structural_rows(
     "The rows of the seven structural tokens (Section B.1)."
     return [scribe.tok.id(t) for t in STRUCTURAL_TOKENS]
 
-# %% ../nbs/30_sft.ipynb #c44e6840
+# %% ../nbs/30_sft.ipynb #c487d655
 class Names:
     "Which own trace stands for which gold one."
     def __init__(self): self.own,self.gold = {},{}
@@ -647,7 +658,7 @@ class Names:
         to = lambda s: remap_refs(s, {i: self.gold.get(i, 10**6+i) for i in answer_refs(s)})
         return dataclasses.replace(d, sub_question=to(d.sub_question), keywords=to(d.keywords), deps=tuple(self.gold.get(i, 10**6+i) for i in d.deps))
 
-# %% ../nbs/30_sft.ipynb #c4cb21bf
+# %% ../nbs/30_sft.ipynb #4422465e
 def ref_kind(
     phrase:str, # How a question refers to an earlier turn
 )->str: # `anchored` ("the city we found for X"), `type` ("that city"), `other` ("that founder")
@@ -678,7 +689,7 @@ def score_turn(
     out['edges'] = [(gold.turn-turn_of[e.dep], ref_kind(e.phrase), (k, e.dep) in found) for k,t in enumerate(gold.traces) for e in t.edges if e.cross_turn]
     return out
 
-# %% ../nbs/30_sft.ipynb #bc03e8f3
+# %% ../nbs/30_sft.ipynb #157de99d
 def _mean(xs):
     xs = list(xs)
     return sum(xs)/len(xs) if xs else None
@@ -698,7 +709,7 @@ def add_up(
                 keywords=sum(t['kw'] for t in turns)/max(1, total), **sums, by_distance=recall(lambda d, k: bin_name(d), [bin_name(d) for d in (1, 2, 3, 6, 11)]),
                 by_kind=recall(lambda d, k: k, ('type','anchored','other')))
 
-# %% ../nbs/30_sft.ipynb #5b6dbf29
+# %% ../nbs/30_sft.ipynb #fa7e79e9
 def gold_plans(dialogues):
     "Per dialogue and turn the gold drafts."
     return [[[t.draft for t in u.traces] for u in d.turns] for d in dialogues]
@@ -723,7 +734,7 @@ def score_drafts(
         out += [score_turn(u, p, turn_of) for u,p in zip(d.turns, ps)]
     return add_up(out)
 
-# %% ../nbs/30_sft.ipynb #9b8a44f6
+# %% ../nbs/30_sft.ipynb #ba72ea94
 def _ask(gen, states, queries, ids):
     "Plans of several conversations; what is no plan is its `TraceError`."
     if hasattr(gen, 'generate_many'): return gen.generate_many(states, queries, ids)
@@ -764,7 +775,7 @@ def _gold_turn(gen, state, u, note):
     kw = dict(refs=note[0], memory=[note[1].get(t.id, ()) for t in u.traces]) if note else {}
     return gen.observe(state, u.query, [t.draft for t in u.traces], u.traces[0].id, **kw),u.traces[-1].id+1
 
-# %% ../nbs/30_sft.ipynb #81482f0f
+# %% ../nbs/30_sft.ipynb #b193f782
 def score_plans(
     generator,           # Trace generator; one with `generate_many` plans many conversations at once
     dialogues,           # Annotated dialogues
@@ -798,7 +809,7 @@ def score_table(
     df['turns'] = df['turns'].astype(int)
     return df.rename_axis('system')
 
-# %% ../nbs/30_sft.ipynb #963c0b0e
+# %% ../nbs/30_sft.ipynb #d943a29d
 def sft_card(
     recipe:Recipe,     # How it was trained
     about:dict,        # Name → value: data, seed, hash, steps, …
@@ -836,7 +847,7 @@ def save_generator(
     if most and size>most: raise SftError(f'{folder.name}: {size/1e6:.1f} MB, at most {most/1e6:.0f} MB may ship')
     return folder
 
-# %% ../nbs/30_sft.ipynb #34215e39
+# %% ../nbs/30_sft.ipynb #4ef0e265
 _inside = re.compile(r"(?<![.?!:] )(?<!^)\b[A-Z][\w'’-]*")
 
 def spoken(
@@ -851,8 +862,8 @@ def spoken(
         if lines: out += [plain(f'of {k}') for r,m in lines(d) for k in (*(k for k,_ in r), *(k for ks in m.values() for k in ks))]
     return out
 
-# %% ../nbs/30_sft.ipynb #5136b7fd
-SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=8, wide=4, seed=0, single=4000, short=4000, long=4000, order='after', memory=True, keys='name type', tags=True, probes=True, words=8, slots=384, ids=256,
+# %% ../nbs/30_sft.ipynb #d69ee45f
+SFT_DEFAULTS = dict(recipe='sft-small', generator='ssm', worlds=8, wide=4, seed=0, single=4000, short=4000, long=4000, ultras=400, order='after', memory=True, keys='name type', tags=True, name_slots=True, probes=True, words=8, slots=384, ids=256,
                     tokens=0, steps=0, rate=0., train_seed=42, decay='', induction=True, state=0, width=0, layers=0, head=0, link=0., note=0., batch_tokens=0, every=0, precision='', stages='',
                     start='', path='torch', dev_single=100, dev_short=40, dev_long=20, limit=0, quick=False, ultra=False, wordings=False, publish='', workers=1)
 
@@ -865,7 +876,7 @@ def _decay_ok(s):
 
 SFT_CHECKS = {k: _whole for k,v in SFT_DEFAULTS.items() if type(v) in (int, float)} | dict(worlds=lambda n: n>0 or 'must be above 0', decay=_decay_ok, start=_folder_ok)
 
-# %% ../nbs/30_sft.ipynb #7249dd06
+# %% ../nbs/30_sft.ipynb #e3edfac2
 def recipe_of(
     p, # Parameters, as `guard` gives them
 )->Recipe:

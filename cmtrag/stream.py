@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_TOKENS', 'TAG_TOKEN', 'READ', 'WRITTEN', 'LINK', 'NOTE', 'PROBE', 'Layout', 'Scribe', 'token_texts', 'Lexicon',
            'StreamError', 'PlanGrammar', 'best', 'refused', 'FreePlan']
 
-# %% ../nbs/19_stream.ipynb #6184ad8b
+# %% ../nbs/19_stream.ipynb #a5801072
 import random, re
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .traces import STRUCTURAL_TOKENS, Dialogue, TraceDraft, TraceError, answer_refs, escape_control, parse_plan, remap_refs, unescape_control
 from .checkpoints import TAG, is_tag, CheckpointError, NeoXTokenizer, SlotTable, SlotTokenizer
 
-# %% ../nbs/19_stream.ipynb #c4a4c23d
+# %% ../nbs/19_stream.ipynb #49bff4a8
 @dataclass(frozen=True)
 class Layout:
     "How a turn is written down (Section B.1)."
@@ -26,7 +26,7 @@ class Layout:
 MEMORY_TOKENS,TAG_TOKEN = ('[Q]', '[REF]', '[MEM]'),'[=]'
 READ,WRITTEN,LINK,NOTE,PROBE = 0,1,2,3,4   # a token is read, or written by the model: as text, as a link to an earlier turn, in a memory line, as an exercise
 
-# %% ../nbs/19_stream.ipynb #df220b09
+# %% ../nbs/19_stream.ipynb #aa7b8d11
 class Scribe:
     "Writes turns as ids, and reads plans back from them."
     def __init__(self,
@@ -49,7 +49,7 @@ class Scribe:
         r = k-(k-s)%self.ring if self.ring else s
         return r if 1<=r<k else 0
 
-# %% ../nbs/19_stream.ipynb #a7336a96
+# %% ../nbs/19_stream.ipynb #0e023436
 @patch
 def renumber(self:Scribe,
     text:str, # Text with references
@@ -70,7 +70,7 @@ def real(self:Scribe,
     if bad := [s for s,i in ids.items() if not i]: raise TraceError(f'refers to [A_{bad[0]}], which does not exist', f'[T_{k}]')
     return remap_refs(text, ids)
 
-# %% ../nbs/19_stream.ipynb #8095004f
+# %% ../nbs/19_stream.ipynb #f2004960
 def _clean(text): return text.encode('utf-8', 'replace').decode('utf-8')     # half of a character (a lone surrogate) is none
 
 @patch
@@ -88,8 +88,8 @@ def words(self:Scribe,
     table,    # Slot table, or `None`
 )->list[int]: # Ids
     "Text of a plan as ids; what has no slot becomes `[UNK]`."
-    ids,new = self.tok.encode(_clean(text), table)
-    if table is None: return ids
+    if table is None: return self.tok.encode(_clean(text), table)[0]
+    ids,new = self.tok.encode(_clean(text), table, new=False)
     fresh = {self.tok.first_slot+i for i,(a,b) in enumerate(zip(table.words, new.words)) if a!=b}
     return [self.tok.unk if i in fresh else i for i in ids]
 
@@ -100,7 +100,7 @@ def number(self:Scribe, k):
     if s not in self._numbers: self._numbers[s] = tuple(self.tok.encode(f'[T_{s}]', self.tok.start())[0])
     return self._numbers[s]
 
-# %% ../nbs/19_stream.ipynb #04505b4b
+# %% ../nbs/19_stream.ipynb #27299032
 @patch
 def plan(self:Scribe,
     drafts:Sequence[TraceDraft],    # The turn's drafts
@@ -132,7 +132,7 @@ def plan(self:Scribe,
     put([t('[/PLAN]')])
     return [i for i,_ in out], [READ if self.ring and i==self.tok.unk else k for i,k in out], table
 
-# %% ../nbs/19_stream.ipynb #a927a886
+# %% ../nbs/19_stream.ipynb #ca7ed153
 @patch
 def _key(self:Scribe, put, key, table, new):
     "Write a key, and its tag when it has several tokens; the table after it."
@@ -156,7 +156,7 @@ def _kinds(self:Scribe, ids, k, first):
         return bool(m) and 0<self.trace(int(m[1]), k)<first
     return [(i, LINK if link(i) else WRITTEN) for i in ids]
 
-# %% ../nbs/19_stream.ipynb #4347fdab
+# %% ../nbs/19_stream.ipynb #eed2677c
 @patch
 def turn(self:Scribe,
     query:str,                    # The user's question
@@ -196,7 +196,7 @@ def conversation(self:Scribe,
         out.append(([*ids, *(i for i,_ in more)], [*kinds, *(k for _,k in more)]))
     return out
 
-# %% ../nbs/19_stream.ipynb #9c3b36e2
+# %% ../nbs/19_stream.ipynb #05645aaa
 @patch
 def probes(self:Scribe,
     ids,        # A turn
@@ -211,7 +211,7 @@ def probes(self:Scribe,
     live = [s for s in bound if is_tag(table.words[s-self.tok.first_slot])]
     return [x for s in rng.sample(live, min(n, len(live))) for x in ((self.tok.id('[REF]'), READ), (t, READ), (s, READ), (bound[s], PROBE))]
 
-# %% ../nbs/19_stream.ipynb #85783d5f
+# %% ../nbs/19_stream.ipynb #4f2dd78b
 def token_texts(
     tok, # `SlotTokenizer` or `NeoXTokenizer`
 )->list: # The text of each token; `None` for those that are no text
@@ -237,7 +237,7 @@ class Lexicon:
         self.marks = self.closing.copy()                       # tokens that can complete a reference
         if scribe.ring: self.marks[self.refs] = True
 
-# %% ../nbs/19_stream.ipynb #f4c211ae
+# %% ../nbs/19_stream.ipynb #8a7ea2a8
 _live = re.compile(r'\[(?:/?PLAN|/?TRACE|SubQ|KW|DEP|Q|REF|MEM|T_[0-9]+|A_(?![1-9][0-9]{0,8}\])[0-9]+)\]')
 
 class StreamError(ValueError):
@@ -266,7 +266,7 @@ class PlanGrammar:
         "References that are used in the trace and are not among its dependencies yet."
         return [i for i in dict.fromkeys((*answer_refs(self.sub), *answer_refs(self.kw), *(answer_refs(self._real()) if self.state in ('sub','kw') else ()))) if i not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #8d76ceef
+# %% ../nbs/19_stream.ipynb #27ab6ca0
 @patch
 def _text(self:PlanGrammar, *more): return self.lex.scribe.tok.decode([*self.field, *more], self.table)
 
@@ -292,7 +292,7 @@ def need(self:PlanGrammar)->int: # Tokens
     if self.state=='dep': return links()+2+(8 if self.prefix else 0)
     return {'mem':7, 'mem=':3, 'end':2, 'done':0}[self.state]
 
-# %% ../nbs/19_stream.ipynb #6b58c8cb
+# %% ../nbs/19_stream.ipynb #e4354e81
 @patch
 def options(self:PlanGrammar)->np.ndarray: # Boolean mask (rows of the head)
     "The tokens that may come next."
@@ -330,7 +330,7 @@ def _field_options(self:PlanGrammar, tight):
     m[ends] = self.full or self.state=='kw'
     return m
 
-# %% ../nbs/19_stream.ipynb #21fa0ba2
+# %% ../nbs/19_stream.ipynb #7ac62b9c
 @patch
 def _slots(self:PlanGrammar):
     "Slots that hold a word may be written; tags are the runtime's."
@@ -356,7 +356,7 @@ def _numbers(self:PlanGrammar, only=None):
     js = self.near if self.prefix else range(max(1, self.k-(r.ring or self.k)+1), self.k) if only is None else only
     return [r.number(j) for j in js if j not in self.deps]
 
-# %% ../nbs/19_stream.ipynb #7f285275
+# %% ../nbs/19_stream.ipynb #922a62aa
 @patch
 def push(self:PlanGrammar,
     i:int, # The token that was written
@@ -390,7 +390,7 @@ def _dep(self:PlanGrammar, seq): return next(j for j in range(self.k-1, 0, -1) i
 @patch
 def _open(self:PlanGrammar, state): self.state,self.field,self.solid = state,[],False
 
-# %% ../nbs/19_stream.ipynb #f91304cc
+# %% ../nbs/19_stream.ipynb #e563e647
 @patch
 def _push_field(self:PlanGrammar, i, name):
     if name=='[KW]' and self.state=='sub': self.sub = self._real(); self._open('kw')
@@ -425,7 +425,7 @@ def sound(self:PlanGrammar,
     if _live.search(text): return False
     return all(self.lex.scribe.trace(s, self.k) for s in answer_refs(text))
 
-# %% ../nbs/19_stream.ipynb #39ead400
+# %% ../nbs/19_stream.ipynb #20374995
 def best(
     logits:np.ndarray, # Logits, −∞ where a token is not offered (vocabulary)
 )->int:
@@ -445,7 +445,7 @@ def choose(self:PlanGrammar,
         logits[i] = -np.inf
     raise StreamError(f'the model gave no usable number for any of the tokens that may come next (in {self.state!r} of trace {self.k})')
 
-# %% ../nbs/19_stream.ipynb #5b8e7813
+# %% ../nbs/19_stream.ipynb #b5248441
 def refused(
     lex:Lexicon,          # The vocabulary
     ids:Sequence[int],    # A plan as ids
@@ -459,7 +459,7 @@ def refused(
         g.push(i)
     return None if g.done else len(ids)
 
-# %% ../nbs/19_stream.ipynb #9bf871e5
+# %% ../nbs/19_stream.ipynb #612fe26e
 _lines = re.compile(r'\[(?:REF|MEM)\].*?(?=\[(?:REF|TRACE|/TRACE|/PLAN)\]|$)', re.S)
 
 class FreePlan:
@@ -493,7 +493,7 @@ class FreePlan:
             out.append(TraceDraft(s.real(d.sub_question, k), s.real(d.keywords, k), d.deps).complete())
         return out
 
-# %% ../nbs/19_stream.ipynb #6866a9d0
+# %% ../nbs/19_stream.ipynb #ac7d5a30
 @patch
 def _ring(self:FreePlan, text):
     "Parse a plan in the stream's numbers: each number is put in its place before the ids are checked."
