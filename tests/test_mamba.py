@@ -534,18 +534,36 @@ def test_a_word_the_model_still_uses_keeps_its_slot():
     ids,s = t.encode('Ba Be', t.start())
     for table,gone in ((s, 'Ba'), (t.touch(ids[:1], s), 'Be')): assert gone not in t.encode('Bo', table)[1].words
 
-def test_slot_text_round_trips():
-    rng,t = random.Random(3),K.SlotTokenizer(['Who', 'is', 'the', 'of', 'a'], ids=40, slots=64)
-    parts = ['Who', 'is', 'the', 'Zed', "O'Neil", 'x-y', '?', ',', '.', '(', ')', "'s", '[A_3]', '[A_40]', '"', '-', '3', '%', '[', ']', '\\', 'é', '—', '[PLA', "'"]
+@pytest.mark.parametrize('names', [False, True])
+def test_slot_text_round_trips(names):
+    rng,t = random.Random(3),K.SlotTokenizer(['Who', 'is', 'the', 'of', 'a'], ids=40, slots=64, names=names)
+    parts = ['Who', 'is', 'the', 'of', 'The', 'Bay', 'Bay of Zed', 'Zed', "O'Neil", 'x-y', '?', ',', '.', '(', ')', "'s", '[A_3]', '[A_40]', '"', '-', '3', '%', '[', ']', '\\', 'é', '—', '[PLA', "'"]
     for _ in range(500):
         s = ''.join(rng.choice(parts)+rng.choice(('', ' ')) for _ in range(rng.randint(1, 14))).strip()
         ids,table = t.encode(s, t.start())
         assert t.decode(ids, table)==s, s
         assert all(0<=i<t.vocab_size for i in ids)
+        again,after = t.encode(s, table, new=False)                             # what the table holds is enough to write it again
+        assert after.words==table.words and t.decode(again, table)==s and K.SlotTable.load(table.dump())==table
 
-def test_escaped_text_holds_no_control_token():
+def test_a_name_is_one_slot_wherever_it_stands():
+    t = K.SlotTokenizer(['who', 'founded', 'the', 'of', 'in', 'is', 'and', 'signed', 'by', 'which', 'treaty', 'was'], ids=4, slots=16, names=True)
+    slot = lambda ids: [i for i in ids if t.first_slot<=i<t.first_slot+t.slots]
+    a,s = t.encode('who founded the Bay of Zed Trust, and who founded Kel Mar 9?', t.start())
+    assert [s.words[i-t.first_slot] for i in slot(a)]==['Bay of Zed Trust', 'Kel Mar 9']
+    for text in ('is Bay of Zed Trust in Kel Mar 9', 'Bay of Zed Trust (Kel Mar 9)', "Bay of Zed Trust Kel Mar 9's"): assert slot(t.encode(text, s, new=False)[0])==slot(a), text
+    b,s = t.encode('which treaty was signed by Norland and Sudland?', s)
+    assert len(slot(b))==2 and slot(t.encode('treaty signed Norland and Sudland', s, new=False)[0])==slot(b) and slot(t.encode('Norland Sudland', s, new=False)[0])==slot(b)
+    c,s2 = t.encode('Zed is in Bay of Zed', s)                                   # a part of a name is another name
+    assert not {*slot(c)} & {*slot(a)} and s2.words[:4]==s.words[:4]
+    long = 'Ab'+'c'*60+' De Fg'                                                  # together too long for a slot: one word at a time
+    d,s3 = t.encode(f'is {long} in', s)
+    assert s3.lost==s.lost and t.decode(d, s3)==f'is {long} in'
+
+@pytest.mark.parametrize('names', [False, True])
+def test_escaped_text_holds_no_control_token(names):
     "Whatever is written: after `escape_control` no piece is a control token, and `encode` has nothing to refuse."
-    rng,t = random.Random(7),K.SlotTokenizer(['is'], ids=4, slots=8)
+    rng,t = random.Random(7),K.SlotTokenizer(['is'], ids=4, slots=8, names=names)
     control = {t.id(x) for x in (*STRUCTURAL_TOKENS, *(f'[{c}_{k}]' for c in 'TA' for k in range(1, 5)))}
     parts = ['[', '[', '[', ']', ']', ']', 'A_', 'A_', 'T_', 'KW', 'DEP', 'PLAN', '/', 'TRACE', 'SubQ', '\\', ' ', 'x', '-', "'s", '\u0663', '\ud800', '1234567890', '999999999', *map(str, range(10))]
     texts = [''.join(rng.choice(parts) for _ in range(rng.randint(1, 20))) for _ in range(3000)] + ['[A_1234567890]', '[T_1234567890]', '[A_999999999]', '[A_0]', '[[A_1]]', '[\\[KW]', '[A_\u0663]']
@@ -559,9 +577,10 @@ def test_escaped_text_holds_no_control_token():
     assert live>20
     for s in ('[A_1234567890]', '[T_1234567890]'): assert t.decode(*t.encode(s, t.start()))==s   # not escaped: still nothing but text
 
-def test_a_table_has_a_greatest_size():
+@pytest.mark.parametrize('names', [False, True])
+def test_a_table_has_a_greatest_size(names):
     "Long words get no slot; whatever is said, a table takes no more than `table_bytes`."
-    t = K.SlotTokenizer(['is'], ids=4, slots=6)
+    t = K.SlotTokenizer(['is'], ids=4, slots=6, names=names)
     ids,s = t.encode('is '+'x'*64+' '+'y'*65+' '+'z'*10**6, t.start())
     assert s.lost==2 and t.decode(ids, s)=='is '+'x'*64+' [UNK] [UNK]' and 'x'*64 in s.words
     rng = random.Random(1)
@@ -571,8 +590,9 @@ def test_a_table_has_a_greatest_size():
     _,s = t.encode(' '.join('\U0001d538'*63+c for c in '𝔸𝔹𝔻𝔼𝔽𝔾'), s)
     assert .8*K.table_bytes(6)<s.nbytes<=K.table_bytes(6)
 
-def test_tables_round_trip():
-    rng,t = random.Random(2),K.SlotTokenizer(['is'], ids=4, slots=5)
+@pytest.mark.parametrize('names', [False, True])
+def test_tables_round_trip(names):
+    rng,t = random.Random(2),K.SlotTokenizer(['is'], ids=4, slots=5, names=names)
     s = t.start(rng)
     for _ in range(300):
         _,s = t.encode(''.join(rng.choice(['Ka', 'Lo', "'s", '-', ' ', '\x00', '—', '@', '[', "O'Neil", 'é', '_', '’', '\ud800']) for _ in range(8)), s)
@@ -580,7 +600,7 @@ def test_tables_round_trip():
 
 TABLE = dict(words=['Kel', 'Mar', ''], last=[1, 2, -1], order=[2, 0, 1], tick=2, evicted=0, lost=1)
 @pytest.mark.parametrize('field,change', [('words', dict(words='abc')), ('words', dict(words=['Kel', 1, ''])), ('words', dict(words=['Kel', '[A_1]', ''])), ('words', dict(words=['Kel', '[KW]', ''])),
-    ('words', dict(words=['Kel', 'a b', ''])), ('words', dict(words=['Kel', ' ', ''])), ('words', dict(words=['Kel', 'a\nb', ''])), ('words', dict(words=['Kel', 'Kel', ''])), ('words', dict(words=['Kel', 'x'*65, ''])),
+    ('words', dict(words=['Kel', 'a, b', ''])), ('words', dict(words=['Kel', 'a  b', ''])), ('words', dict(words=['Kel', 'a [A_1]', ''])), ('words', dict(words=['Kel', ' ', ''])), ('words', dict(words=['Kel', 'a\nb', ''])), ('words', dict(words=['Kel', 'Kel', ''])), ('words', dict(words=['Kel', 'x'*65, ''])),
     ('last', dict(last=[1, 2])), ('last', dict(last=[1, 2, None])), ('last', dict(last=[1, 2, True])), ('last', dict(last=[1, 3, -1])), ('last', dict(last=[1, 2, -2])),
     ('order', dict(order=[0, 1])), ('order', dict(order=[0, 1, 1])), ('order', dict(order=[1, 2, 3])), ('order', dict(order=['0', '1', '2'])), ('order', dict(order={})),
     ('tick', dict(tick=-1)), ('tick', dict(tick=2.)), ('tick', dict(tick=True)), ('evicted', dict(evicted=None)), ('lost', dict(lost='1')), ("'more'", dict(more=0))])
