@@ -209,11 +209,14 @@ def frozen_dialogues(
     return MuMuQA([d for k,n in sizes.items() for d in made[k][:n]], src.corpus, {k: min(n, len(made[k])) for k,n in sizes.items()}, f'frozen test set, {wordings} wordings')
 
 # %% ../nbs/39_experiment.ipynb #49e8910c
-def published_run():
-    "Folder of the finished run that `make eval` makes: `40_eval` with its default parameters; `ValueError` when there is none, or more than one."
-    want = eval_parameters(SimpleNamespace(**EVAL_DEFAULTS))
+def published_run(
+    **changes # Parameters of `40_eval` that were not at their defaults
+):
+    "Folder of the one finished run of `40_eval` with these parameters (without any: what `make eval` makes); `ValueError` when there is none, or more than one."
+    want = eval_parameters(SimpleNamespace(**EVAL_DEFAULTS | changes))
     found = [m.parent for m in sorted((project_root()/'outputs'/'40_eval').glob('*/metrics.json')) if json.loads((m.parent/'config.json').read_text(encoding='utf-8')).get('parameters')==want]
-    if len(found)!=1: raise ValueError(f'{len(found)} finished runs with the default parameters in outputs/40_eval' + ('; run: make eval' if not found else f'; remove all but one: {", ".join(f.name for f in found)}'))
+    what,again = ('these', 'papermill nbs/40_eval.ipynb OUT.ipynb '+' '.join(f'-p {k} {v}' for k,v in changes.items())) if changes else ('the default', 'make eval')
+    if len(found)!=1: raise ValueError(f'{len(found)} finished runs with {what} parameters in outputs/40_eval' + (f'; run: {again}' if not found else f'; remove all but one: {", ".join(f.name for f in found)}'))
     return found[0]
 
 # %% ../nbs/39_experiment.ipynb #bb0a33ba

@@ -428,3 +428,19 @@ def test_the_twin_is_the_same_generator_with_another_memory(keep):
     back = gen.load(gen.dump(s))
     b,sb = gen.generate(back, QUESTIONS[4], k)
     assert a==b and sa.h.tokens==sb.h.tokens
+
+def test_a_list_of_dependencies_ends():
+    "A model that only wants to write more dependencies is stopped; what the sub-question uses still becomes one."
+    from cmtrag.stream import MOST_DEPS
+    tok = vocabulary()
+    lex = Lexicon(Scribe(tok, Layout()), tok.vocab_size)
+    numbers = [tok.id(f'[T_{k}]') for k in range(1, 120)]
+    g = PlanGrammar(lex, 100, tok.start(), 512)
+    for t in ('[TRACE]', '[T_100]', '[SubQ]', *(f'[A_{k}]' for k in range(80, 92)), '[KW]', '[DEP]'): g.push(tok.id(t))
+    love = np.zeros(lex.rows); love[numbers] = 9.
+    while g.state=='dep': g.push(g.choose(love.copy()))
+    assert sorted(g.drafts[0].deps)[-12:]==list(range(80, 92)) and len(g.drafts[0].deps)<=MOST_DEPS+12, g.drafts[0].deps
+    h = PlanGrammar(lex, 100, tok.start(), 512)
+    for t in ('[TRACE]', '[T_100]', '[SubQ]', '[A_3]', '[KW]', '[DEP]'): h.push(tok.id(t))
+    while h.state=='dep': h.push(h.choose(love.copy()))
+    assert 3 in h.drafts[0].deps and len(h.drafts[0].deps)<=MOST_DEPS+1
