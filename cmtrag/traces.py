@@ -174,11 +174,17 @@ class Turn:
     seconds:dict=field(default_factory=dict)       # `plan`, `retrieve`, `read`
     replies:tuple[str,...]=()                      # Raw model replies, in call order
     notes:tuple[str,...]=()                        # What went other than planned (a fallback, an empty or cut reply)
+    shown:tuple[str,...]=()                        # Baselines: ids shown to any model in the turn; `context` then holds the last prompt's only
 
     @property
     def para_ids(self):
         "Unique paragraph ids shown to the reader in this turn, first occurrence first: the context of GoldCtx and Avg. Paras."
         return tuple(dict.fromkeys(p for c in self.context for p in c))
+
+    @property
+    def all_ids(self):
+        "Unique paragraph ids shown to any model in this turn: `para_ids`, unless `shown` says more."
+        return tuple(dict.fromkeys((*self.para_ids, *self.shown)))
 
 # %% ../nbs/00_traces.ipynb #faa71875
 @dataclass(frozen=True)
