@@ -6,7 +6,7 @@
 __all__ = ['TRANSCRIPT', 'COMMANDS', 'GENERATORS', 'ChatError', 'plain', 'one_line', 'citation', 'numbers', 'why_reused',
            'answer_in', 'plan_text', 'trace_text', 'cost_text', 'end_text', 'turn_text', 'turn_record', 'dag_text',
            'dag_links', 'Chat', 'documents_home', 'Indexed', 'read_documents', 'index_documents', 'make_generator',
-           'open_chat']
+           'stored_text', 'open_chat']
 
 # %% ../nbs/29_chat.ipynb #9b7896c6
 import contextlib, difflib, hashlib, json, os, re, shutil, sys
@@ -24,7 +24,8 @@ from .llm import LLMError
 from .drafts import ForeignState, WholeQuery
 from .dag import TraceDAG, lanes
 from .retrieval import Retriever, index_for
-from .pipeline import Session, Step
+from .pipeline import Session, SessionBusy, Step
+from .store import Store, StoredSession, StoreError, session_name
 from .profiles import ProfileError, load_profile, make_encoder, make_reader, make_retriever, make_trace_generator, reader_name, readers
 
 # %% ../nbs/29_chat.ipynb #8ab299de
@@ -230,6 +231,11 @@ class Chat:
         self.corpus,self.saved = session.retriever.corpus,[]
     def __repr__(self): return f'Chat over {_many(len(self.corpus), "paragraph")}, {_many(len(self.session.turns), "turn")}'
 
+@patch(as_prop=True)
+def stored(self:Chat):
+    "Is every turn kept as it ends?"
+    return isinstance(self.session, StoredSession)
+
 @patch
 def steps(self:Chat,
     question:str, # As typed
@@ -347,7 +353,7 @@ def load(self:Chat,
 @patch
 def autosave(self:Chat)->Path: # The file; `None` when there is nothing to lose
     "Write turns that are not saved yet to the cache; `ChatError` when that is impossible."
-    if not self.session.turns or self.session.turns==self.saved: return None
+    if self.stored or not self.session.turns or self.session.turns==self.saved: return None
     folder = cache_root()/'chats'
     with _of_file(folder, 'made'): folder.mkdir(parents=True, exist_ok=True)
     return self.save(folder/f'{datetime.now().strftime("%Y-%m-%d_%H%M%S")}-{os.getpid()}.json')
@@ -371,9 +377,30 @@ def _undo(chat, arg):
     chat.session.undo()
     return f'taken back: {one_line(q)} · {_many(len(chat.session.turns), "turn")} left'
 
+def _redo(chat, arg):
+    s = _need_store(chat)
+    if not s.redoable: raise ChatError('nothing to redo: no turn was taken back since the last question')
+    s.redo()
+    return f'again: {one_line(s.turns[-1].query)} · {_many(len(s.turns), "turn")}'
+
 def _quit(chat, arg):
     chat.done = True
     return ''
+
+# %% ../nbs/29_chat.ipynb #6f36775f
+def _need_store(chat):
+    if not chat.stored: raise ChatError('this conversation is not stored: begin it with --session NAME (in a notebook: session = "NAME")')
+    return chat.session
+
+def _fork(chat, arg):
+    s = _need_store(chat)
+    if not arg: raise ChatError('/fork takes the name of the new session')
+    chat.session = s.fork(name=arg)
+    return f'going on in session {arg} · {_many(len(s.turns), "turn")} · {s.name} stays as it is'
+
+def _sessions(chat, arg):
+    s = _need_store(chat)
+    return '\n'.join(f'{"*" if i.name==s.name else " "} {i.name} · {_many(i.turns, "turn")} · {i.changed} · {one_line(i.last, 60) or "(no question yet)"}' for i in s.store.sessions())
 
 # %% ../nbs/29_chat.ipynb #aa7b81c6
 def _file(what): return lambda chat,arg: what(chat, arg) if arg else _wants_file()
@@ -383,6 +410,9 @@ COMMANDS = dict(
     dag=('[mermaid]', 'draw the traces and their links (as Mermaid text)', _dag),
     show=('N', 'the text of paragraph [N] of the last turn', _show),
     undo=('', 'take the last turn back', _undo),
+    redo=('', 'bring it again (stored sessions)', _redo),
+    fork=('NAME', 'go on in a copy of this session under another name', _fork),
+    sessions=('', 'the sessions that are stored', _sessions),
     save=('FILE', 'write the conversation as JSON', _file(lambda chat,arg: f'{_many(len(chat.session.turns), "turn")} written to {chat.save(arg)}')),
     load=('FILE', 'go on from a file that /save wrote', _file(lambda chat,arg: chat.load(arg))),
     help=('', 'this list', lambda chat,arg: '\n'.join(f'{"/"+n+" "+a:16} {what}' for n,(a,what,_) in COMMANDS.items())),
@@ -397,7 +427,8 @@ def command(self:Chat,
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         raise ChatError(f'unknown command /{one_line(name, 30)}' + (f', did you mean /{near[0]}?' if near else ';') + ' /help lists what there is (a question that begins with / needs a space before it)')
-    return COMMANDS[name][2](self, arg.strip())
+    try: return COMMANDS[name][2](self, arg.strip())
+    except (StoreError, SessionBusy) as e: raise ChatError(one_line(str(e))) from e
 
 # %% ../nbs/29_chat.ipynb #52d09c19
 def _real(folder):
@@ -498,26 +529,39 @@ def make_generator(
     return LLMDrafts(reader.llm), f'{reader.llm.name} also writes the sub-questions.'
 
 # %% ../nbs/29_chat.ipynb #1efac8ba
+def stored_text(
+    s, # A session
+)->list[str]: # Lines to say on opening; none when it is not stored
+    "Where a stored session stands, and what is other than when it was begun."
+    if not isinstance(s, StoredSession): return []
+    redo = f', {s.redoable} to /redo' if s.redoable else ''
+    now = ' · '.join(f'{k} is now {b}, was {a}' for k,(a,b) in s.changed.items() if k!='corpus')
+    return [f'session {s.name}: {_many(len(s.turns), "turn")}{redo}, in {s.store.path}', *([now] if now else []), *(['documents were added or changed since it was begun; those that it leans on are there'] if 'corpus' in s.changed else [])]
+
+# %% ../nbs/29_chat.ipynb #f9006e6b
 def open_chat(
     source,                  # Folder, `Documents` or `Corpus`
     profile:str='small',     # Profile name
     reader:str='',           # Reader name; the profile's by default
     generator:str='auto',    # One of `GENERATORS`
     out=None,                # Where the index of a folder is kept; in the cache by default
+    session:str='',          # Name of a stored session to go on with, or to begin; '': not stored
 )->Chat:
     "A conversation about documents. Every part is checked before the first question; the error says which one, and what to do."
     prof = load_profile(profile)
     name = reader_name(prof, reader)
     if generator not in GENERATORS: raise ProfileError(f'unknown generator {generator!r}; allowed: {", ".join(GENERATORS)}')
+    store = session and session_name(session) and Store()  # cheap failures first: the sessions' file, folder, server, then the encoder
     if isinstance(source, Corpus): docs = None
     elif isinstance(source, Documents): docs,home = source,_real(out) if out else documents_home(source.folder)
     else: docs,home = read_documents(source, out)
-    answerer = make_reader(prof, name)  # cheap failures first: folder, server, then the encoder
+    answerer = make_reader(prof, name)
     gen,said = make_generator(prof, name, answerer, generator)
     if docs is None: ready,about = make_retriever(prof, source),[_many(len(source), 'paragraph')]
     else:
         got = index_documents(docs, make_encoder(prof), home)
         ready,about = Retriever(got.index, docs.corpus),str(got).splitlines()
         ready('Is everything ready?', 1)
-    session = Session(gen, ready, answerer, k=prof.k, window=prof.window, threshold=prof.threshold, keywords=prof.keywords)
-    return Chat(session, docs, [*about, f'profile {prof.name}, reader {answerer.name}, drafts: {gen.name}', said], prof.name)
+    use = dict(k=prof.k, window=prof.window, threshold=prof.threshold, keywords=prof.keywords)
+    held = store.open(session, gen, ready, answerer, **use) if store else Session(gen, ready, answerer, **use)
+    return Chat(held, docs, [*about, f'profile {prof.name}, reader {answerer.name}, drafts: {gen.name}', said, *stored_text(held)], prof.name)

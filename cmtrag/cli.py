@@ -26,7 +26,7 @@ def _open(args):
     "A chat as the arguments describe it; what is said on the way goes to the error output."
     from cmtrag.chat import open_chat
     if not args.quiet and sys.stderr.isatty(): say(f'opening {args.folder}; loading the models takes some seconds')
-    with contextlib.redirect_stdout(sys.stderr): chat = open_chat(args.folder, args.profile, args.reader, args.generator, args.out)
+    with contextlib.redirect_stdout(sys.stderr): chat = open_chat(args.folder, args.profile, args.reader, args.generator, args.out, getattr(args, 'session', ''))
     if not args.quiet: say(*chat.about, '')
     return chat
 
@@ -108,7 +108,8 @@ def _keep(chat):
     "Save turns that no file holds, and say where."
     from cmtrag.chat import ChatError
     try:
-        if file := chat.autosave(): say(f'\nthe conversation is kept; the same command goes on with --resume {shlex.quote(str(file))}')
+        if chat.stored: say(f'\nthe conversation is kept; the same command goes on with --session {shlex.quote(chat.session.name)}')
+        elif file := chat.autosave(): say(f'\nthe conversation is kept; the same command goes on with --resume {shlex.quote(str(file))}')
     except ChatError as e: say(f'\ncmtrag: the conversation could not be kept: {_visible(str(e))}')
 
 def run_chat(
@@ -189,7 +190,7 @@ def _debug(p):
 # %% ../nbs/34_cli.ipynb #3fa0fa13
 _about = {'index': 'read a folder (Markdown, text, HTML, JSONL) and index it; again: only what changed', 'ask': 'answer one question about a folder', 'chat': 'hold a conversation about a folder',
           'eval': 'run the evaluation notebook', 'doctor': 'what is installed, what will run, and what to do about the rest'}
-EVAL_PARAMETERS = 'profile, reader, systems, source, split, limit, k, seed, workers, generator, tag'
+EVAL_PARAMETERS = 'profile, reader, systems, source, split, limit, k, seed, workers, generator, protocol, tag'
 
 def _asking(p):
     p.add_argument('--generator', default='auto', metavar='NAME', help="who writes the sub-questions: auto, llm (the reader's model, behind an endpoint), query (nobody), trained (the profile's own)")
@@ -206,6 +207,7 @@ def parser()->Parser: # All commands
     ps['ask'].add_argument('question', metavar='QUESTION', nargs='+', help='the question; - reads it from the input')
     for n in ('index', 'ask', 'chat', 'doctor'): _options(ps[n], parts=n!='index', json=n in ('ask', 'doctor'))
     for n in ('ask', 'chat'): _asking(ps[n])
+    ps['chat'].add_argument('--session', default='', metavar='NAME', help='store every turn as it ends, and go on with the session of this name when there is one')
     ps['chat'].add_argument('--resume', metavar='FILE', help='go on from a file that /save wrote')
     for f,what in (('p', 'a parameter'), ('r', 'a parameter that is text, though it looks like a number')):
         ps['eval'].add_argument(f'-{f}', nargs=2, action='append', metavar=('NAME', 'VALUE'), help=what)

@@ -277,6 +277,25 @@ def test_a_conversation_is_not_lost(here, tmp_path):
     assert t.end(t.p.sendintr)==130 and '--resume' not in t.p.before      # the file has it
     os.remove(file)
 
+def test_a_session_that_lasts(here, tmp_path):
+    "Begun in one process, taken back, brought again, forked and continued in others; a file that is none, and a name that is none, end it before anything is asked."
+    qs,answers,store = here.dialogue.queries[:3],[t.answer for t in here.dialogue.turns[:3]],str(tmp_path/'s.sqlite')
+    def chat(name, *lines, **kw): return run(here, 'chat', here.docs, '--profile', 'quick', '--session', name, input='\n'.join([*lines, '']), CMTRAG_STORE=store, **kw)
+    r = chat('tour', *qs[:2], '/undo')
+    assert f'session tour: 0 turns, in {store}' in r.stderr and answers[1] in r.stdout
+    r = chat('tour', '/redo', '/fork side', qs[2], '/sessions', f'/save {tmp_path/"t.json"}')
+    assert 'session tour: 1 turn, 1 to /redo' in r.stderr and f'again: {qs[1]} · 2 turns' in r.stdout and f'\n{answers[2]}\n' in r.stdout
+    assert re.search(r'^\* side · 3 turns', r.stdout, re.M) and re.search(r'^  tour · 2 turns', r.stdout, re.M) and '3 turns written' in r.stdout
+    r = chat('side', f'/load {tmp_path/"t.json"}', code=2)
+    assert 'session side: 3 turns' in r.stderr and 'would be lost' in r.stderr
+    assert '3 turns loaded' in chat('third', f'/load {tmp_path/"t.json"}', qs[0]).stdout
+    r = run(here, 'chat', here.docs, '--profile', 'quick', '-q', '--session', 'tour', '--generator', 'query', input='', code=2, lines=1, CMTRAG_STORE=store)
+    assert 'was held with the generator' in said(r)[0] and store in said(r)[0]
+    assert 'cannot be called' in said(chat(' x', code=2, lines=1))[0]
+    (tmp_path/'s.sqlite').rename(tmp_path/'kept')
+    (tmp_path/'s.sqlite').write_bytes(b'\x80\x04K*.')
+    assert 'no session store' in said(chat('tour', code=2, lines=1))[0]
+
 def test_interrupted_without_a_terminal(here):
     Endpoint.slow.clear()
     n = len(Endpoint.asked)
