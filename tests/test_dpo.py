@@ -2,6 +2,8 @@
 import dataclasses, json, random
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,16 +12,17 @@ torch = pytest.importorskip('torch')
 
 from cmtrag.checkpoints import build_slots
 from cmtrag.curriculum import curriculum, memory_lines
-from cmtrag.dpo import (DpoError, DpoTrainer, NotedGrammar, Pair, PoolTurn, Scored, candidate_pool, carry_out, contexts, dpo_loss, exact, f1s, load_dpo_recipe, match, pair_batch, pair_rows, pairs, plan_logps, plan_pairs,
-                        preferences, read_pool, reference_logps, sample_candidates, train_dpo, word_overlap)
-from cmtrag.generator import StreamGenerator
+from cmtrag.dpo import (DPO_CHECKS, DPO_DEFAULTS, DpoError, DpoTrainer, NotedGrammar, Pair, PoolTurn, Scored, candidate_pool, carry_out, check_start, contexts, dpo_loss, dpo_recipe_of, exact, f1s, load_dpo_recipe, match, pair_batch, pair_rows, pairs, plan_logps, plan_pairs,
+                        pool_hash, preferences, read_pool, reference_logps, sample_candidates, small_corpus, train_dpo, training_dialogues, tune, word_overlap)
+from cmtrag.generator import StreamGenerator, load_generator
 from cmtrag.llm import ScriptedLLM
 from cmtrag.mamba import Mamba2LM, MambaConfig, MambaError
 from cmtrag.metrics import exact_f1, token_f1
 from cmtrag.profiles import ProfileError
 from cmtrag.reader import Reader
 from cmtrag.retrieval import HashEncoder, Index, Retriever
-from cmtrag.sft import Stage, adapt, load_recipe, merge, new_twin, plan_logits, read_curve
+from cmtrag.runs import ParameterError
+from cmtrag.sft import Stage, adapt, load_recipe, merge, new_twin, plan_logits, read_curve, save_generator
 from cmtrag.sources import Corpus
 from cmtrag.stream import MEMORY_TOKENS, READ, TAG_TOKEN, Layout, Lexicon, Scribe
 from cmtrag.world import world_source
@@ -370,3 +373,89 @@ def test_bad_recipes_are_named(change, said):
 def test_recipes():
     with pytest.raises(ProfileError, match='dpo-none.yaml'): load_dpo_recipe('dpo-none')
     assert load_dpo_recipe('dpo-paper').lora and not load_dpo_recipe('dpo-small').lora and load_dpo_recipe('dpo-paper').hash!=load_dpo_recipe('dpo-small').hash
+
+# --- runs ---
+
+ROOT = Path(__file__).resolve().parent.parent
+def code_cells(nb): return [''.join(c['source']) for c in json.loads((ROOT/'nbs'/f'{nb}.ipynb').read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
+
+def start_run(nb, **params):
+    "A run notebook up to and with the cell that checks its parameters, as papermill would inject them."
+    ns,cs = {},code_cells(nb)
+    at = next(i for i,s in enumerate(cs) if 'guard(globals()' in s)
+    for i,s in enumerate(cs[:at+1]):
+        if i==at: ns.update(params); s = s[:s.index('before=before)')+len('before=before)')]
+        exec(s, ns)
+    return ns['p']
+
+@pytest.mark.parametrize('nb,params,said', [('44_dpo', dict(gamma=2), 'gamma=2: must be between 0 and 1'), ('44_dpo', dict(gama=.2), "did you mean 'gamma'"), ('44_dpo', dict(recipe='dpo-none'), 'dpo-none.yaml'),
+    ('44_dpo', dict(start='nowhere'), 'no trace generator'), ('44_dpo', dict(answered=1), 'must be at least 2'), ('44_dpo', dict(reader='none'), 'reader'), ('45_gamma', dict(gammas='0,3'), 'between 0 and 1'),
+    ('45_gamma', dict(gammas='.2,.2'), 'different numbers'), ('45_gamma', dict(gamma=.2), "unknown parameter 'gamma'"), ('58_table8', dict(dpo='sft-paper'), 'dpo='), ('66_figure6', dict(sweep='outputs'), 'no finished run')])
+def test_a_wrong_parameter_stops_a_run_at_once(nb, params, said):
+    with pytest.raises(ParameterError, match=said): start_run(nb, **params)
+
+def test_run_defaults():
+    ns = {}
+    exec(next(s for s in code_cells('44_dpo') if "recipe = 'dpo-small'" in s), ns)
+    assert {k: ns[k] for k in DPO_DEFAULTS}==DPO_DEFAULTS and vars(start_run('44_dpo'))==DPO_DEFAULTS
+    assert start_run('45_gamma').gammas==[0., .2, .4, .6, .8, 1.] and start_run('45_gamma', gammas='0,1').gammas==[0., 1.]
+    assert dpo_recipe_of(SimpleNamespace(**DPO_DEFAULTS))==load_dpo_recipe('dpo-small')
+
+def test_held_out_worlds_are_refused():
+    for seed in (1000, 2000):
+        with pytest.raises(DpoError, match=f'world {seed} is held out'): training_dialogues(1, seed, 1)
+    with pytest.raises(DpoError, match='world 1000 is held out'): training_dialogues(3, 998, 1)
+
+def test_small_corpora_have_the_gold(talks, retriever):
+    c = small_corpus(retriever.corpus, talks[:1], 3)
+    gold = {i for u in talks[0].turns for i in u.para_ids}
+    assert gold<={p.id for p in c} and len(c)==len(gold)+3
+
+@pytest.fixture(scope='module')
+def start(scribe, tmp_path_factory): return save_generator(tmp_path_factory.mktemp('start')/'generator', fresh(scribe), scribe, 'tiny', load_dpo_recipe('dpo-small'), half=False)
+
+def test_a_sweep_reuses_the_pool_and_starts_from_one_checkpoint(start, talks, retriever, reader, recipe, tmp_path, monkeypatch):
+    import cmtrag.dpo as dpo
+    gen = load_generator(start, most=60)
+    rs = [dataclasses.replace(recipe, gamma=g, most_steps=1, batch=2) for g in (0., 1.)]
+    assert len({str(pool_hash(gen, talks, retriever, reader, r, like=word_overlap)) for r in rs})==1
+    assert pool_hash(gen, talks, retriever, reader, rs[0], like=word_overlap)!=pool_hash(gen, talks, retriever, reader, dataclasses.replace(recipe, seed=7), like=word_overlap)
+    pool = make(gen, talks, retriever, reader, tmp_path/'pool.jsonl', rs[0])
+    monkeypatch.setattr(dpo, 'sample_candidates', lambda *a, **kw: pytest.fail('sampled again'))
+    assert make(gen, talks, retriever, reader, tmp_path/'pool.jsonl', rs[1])==pool
+    better = [dataclasses.replace(t, candidates=tuple(dataclasses.replace(c, final=exact(Fraction(i, 4)), sub=exact(0)) if not c.error else c for i,c in enumerate(t.candidates))) for t in pool]
+    for r in rs:                                                     # the second would not have margin 0 if it began where the first ended
+        _,info,curve = tune(start, gen, r, talks, better, tmp_path)
+        check_start(info)
+        assert info['pairs']>2 and curve[0]['margin']==0
+    assert sorted(p.name for p in tmp_path.glob('training-*'))==sorted(f'training-{r.hash}' for r in rs)
+    with pytest.raises(DpoError, match='not ln 2 and 0'): check_start(info | dict(first_loss=.7))
+    with pytest.raises(DpoError, match='no pairs at gamma'): tune(start, gen, rs[0], talks, [], tmp_path)
+
+def test_a_killed_run_goes_on(start, talks, retriever, reader, recipe, tmp_path, monkeypatch):
+    "Killed in the pool, then in the training: the end is that of a run that was left alone."
+    import cmtrag.dpo as dpo
+    gen,r = load_generator(start, most=60),dataclasses.replace(recipe, batch=1, every=2, look=1, most_steps=5)
+    def run(folder):
+        pool = make(gen, talks[:3], retriever, reader, folder/'pool.jsonl', r)
+        better = [dataclasses.replace(t, candidates=tuple(dataclasses.replace(c, final=exact(Fraction(i, 4)), sub=exact(0)) if not c.error else c for i,c in enumerate(t.candidates))) for t in pool]
+        return pool,tune(start, gen, r, talks, better, folder)
+    whole,(model,_,curve) = run(tmp_path/'a')
+    sample,loss,n = dpo.sample_candidates,DpoTrainer.compute_loss,[]
+    def killed(*a, **kw):
+        n.append(1)
+        if len(n)==4: raise KeyboardInterrupt
+        return sample(*a, **kw)
+    monkeypatch.setattr(dpo, 'sample_candidates', killed)
+    with pytest.raises(KeyboardInterrupt): run(tmp_path/'b')
+    assert len(read_pool(tmp_path/'b'/'pool.jsonl'))==3
+    monkeypatch.setattr(dpo, 'sample_candidates', sample)
+    def stop(self, *a, **kw):
+        if self.state.global_step==3: raise KeyboardInterrupt
+        return loss(self, *a, **kw)
+    monkeypatch.setattr(DpoTrainer, 'compute_loss', stop)
+    with pytest.raises(KeyboardInterrupt): run(tmp_path/'b')
+    monkeypatch.setattr(DpoTrainer, 'compute_loss', loss)
+    again,(model2,info,curve2) = run(tmp_path/'b')
+    assert again==whole and info['resumed_at']==2 and [c['loss'] for c in curve]==[c['loss'] for c in curve2]
+    assert all(torch.equal(a, b) for a,b in zip(model.state_dict().values(), model2.state_dict().values()))
